@@ -1,0 +1,78 @@
+#include "runtime/execution.h"
+
+#include <algorithm>
+
+namespace timelyfreeze {
+
+Execution::Execution(const Program& program, ActionRunner& runner, CancelToken& cancel, EventLog& log)
+    : program_(program),
+      runner_(runner),
+      cancel_(cancel),
+      log_(log),
+      done_(static_cast<size_t>(program.num_actions())) {
+  for (int32_t rank = 0; rank < program.num_ranks(); ++rank) doorbells_.push_back(std::make_unique<Doorbell>());
+}
+
+bool Execution::ready(const Instruction& instruction) const {
+  return std::all_of(instruction.waits_for.begin(), instruction.waits_for.end(),
+                     [&](ActionId id) { return done_[static_cast<size_t>(id)].load(std::memory_order_acquire); });
+}
+
+bool Execution::wait_until_ready(int32_t rank, const Instruction& instruction) {
+  if (!ready(instruction)) {
+    Doorbell& doorbell = *doorbells_[static_cast<size_t>(rank)];
+    std::unique_lock lock(doorbell.mutex);
+    doorbell.rung.wait(lock, [&] { return cancel_.cancelled() || ready(instruction); });
+  }
+  return !cancel_.cancelled();
+}
+
+bool Execution::perform(int32_t rank, const Instruction& instruction) {
+  log_.begin(instruction.id);
+  try {
+    runner_.run(rank, instruction);
+  } catch (...) {
+    cancel_.cancel(instruction.id, std::current_exception());
+    wake_all();
+    return false;
+  }
+  log_.end(instruction.id);
+  done_[static_cast<size_t>(instruction.id)].store(true, std::memory_order_release);
+  for (const int32_t reader : instruction.notifies) {
+    Doorbell& doorbell = *doorbells_[static_cast<size_t>(reader)];
+    // Taking the lock once orders this after a reader's check and before its sleep: no wake-up is lost.
+    { const std::lock_guard lock(doorbell.mutex); }
+    doorbell.rung.notify_one();
+  }
+  return true;
+}
+
+void Execution::run_rank(int32_t rank) {
+  for (const Instruction& instruction : program_.rank(rank)) {
+    if (!wait_until_ready(rank, instruction) || !perform(rank, instruction)) return;
+  }
+}
+
+void Execution::run_inline() {
+  std::vector<size_t> next(static_cast<size_t>(program_.num_ranks()), 0);
+  // Program's constructor has proved that a full round always gets somewhere.
+  for (bool progress = true; progress;) {
+    progress = false;
+    for (int32_t rank = 0; rank < program_.num_ranks(); ++rank) {
+      const auto& instructions = program_.rank(rank);
+      size_t& index = next[static_cast<size_t>(rank)];
+      for (; index < instructions.size() && ready(instructions[index]); ++index, progress = true) {
+        if (cancel_.cancelled() || !perform(rank, instructions[index])) return;
+      }
+    }
+  }
+}
+
+void Execution::wake_all() {
+  for (const auto& doorbell : doorbells_) {
+    { const std::lock_guard lock(doorbell->mutex); }
+    doorbell->rung.notify_all();
+  }
+}
+
+}  // namespace timelyfreeze

@@ -1,0 +1,288 @@
+#include "runtime/step.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/isfinite.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "runtime/rng.h"
+
+namespace py = pybind11;
+
+namespace timelyfreeze {
+namespace {
+
+bool can_require_grad(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
+}
+
+void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& grads) {
+  try {
+    torch::autograd::backward(roots, grads, /*retain_graph=*/false, /*create_graph=*/false);
+  } catch (const python_error&) {
+    // The engine also leaves the error set on this thread, where it would come up again in the next call into Python.
+    const py::gil_scoped_acquire gil;
+    PyErr_Clear();
+    throw;
+  }
+}
+
+}  // namespace
+
+Pipeline::Step::Step(Pipeline& pipeline, StepRequest step_request)
+    : request(std::move(step_request)),
+      log(request.program->num_actions()),
+      execution(*request.program, *this, cancel, log),
+      pipeline_(pipeline),
+      num_microbatches_(request.inputs.size()),
+      inbox_(pipeline.stages_.size() * num_microbatches_),
+      gradients_(inbox_.size()),
+      held_(inbox_.size()) {
+  result_.losses.resize(num_microbatches_);
+  result_.counts.resize(num_microbatches_);
+  result_.outputs.resize(num_microbatches_);
+  result_.input_grads.resize(num_microbatches_);
+  const bool timed = std::any_of(pipeline.devices_.begin(), pipeline.devices_.end(),
+                                 [](const RankDevice& device) { return device.is_accelerator(); });
+  if (timed) {
+    started_.resize(static_cast<size_t>(request.program->num_actions()));
+    ended_.resize(started_.size());
+  }
+  for (const RankDevice& device : pipeline.devices_) {
+    device.follow_caller();
+    origin_.push_back(device.mark());
+  }
+  for (size_t m = 0; m < num_microbatches_; ++m) {
+    Message& message = inbox_[m];
+    for (const at::Tensor& tensor : request.inputs[m].tensors) {
+      message.tensors.push_back({tensor, nullptr});
+      message.requires_grad.push_back(request.train && tensor.requires_grad());
+    }
+    message.spec = request.inputs[m].spec;
+  }
+}
+
+size_t Pipeline::Step::slot(const Action& action) const {
+  return static_cast<size_t>(action.stage) * num_microbatches_ + static_cast<size_t>(action.microbatch);
+}
+
+const RankDevice& Pipeline::Step::device_of(int32_t stage) const {
+  return pipeline_.devices_[static_cast<size_t>(pipeline_.stage_to_rank_[static_cast<size_t>(stage)])];
+}
+
+const uint8_t* Pipeline::Step::live_row(const Action& action) const {
+  if (request.live.empty()) return nullptr;
+  const at::Tensor& live = request.live[static_cast<size_t>(action.stage)];
+  return live.const_data_ptr<uint8_t>() + action.microbatch * live.size(1);
+}
+
+bool Pipeline::Step::forces_input_grad(const Action& action) const {
+  return !request.needs_input_grad.empty() && action.stage > 0 &&
+         request.needs_input_grad[static_cast<size_t>(action.stage)].const_data_ptr<uint8_t>()[action.microbatch] != 0;
+}
+
+bool Pipeline::Step::is_last(const Action& action) const {
+  return static_cast<size_t>(action.stage) + 1 == pipeline_.stages_.size();
+}
+
+void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
+  const RankDevice& device = pipeline_.devices_[static_cast<size_t>(rank)];
+  const Action& action = instruction.action;
+  const at::ThreadLocalStateGuard caller(caller_);
+  const c10::OptionalStreamGuard stream(device.compute_stream());
+  const ActionRng rng(mix_seed(request.seed, request.step, static_cast<uint64_t>(action.stage),
+                               static_cast<uint64_t>(action.kind), static_cast<uint64_t>(action.microbatch)),
+                      device.device());
+  const auto id = static_cast<size_t>(instruction.id);
+  if (device.is_accelerator()) started_[id] = device.mark();
+  {
+    const MaskGuard mask(*pipeline_.stages_[static_cast<size_t>(action.stage)], request.train ? live_row(action) : nullptr);
+    if (action.kind == Kind::forward) {
+      forward(action);
+    } else {
+      backward(action);
+    }
+  }
+  if (device.is_accelerator()) ended_[id] = device.mark();
+}
+
+Value Pipeline::Step::receive(const Action& action, bool record, Held& held) {
+  Message message = std::move(inbox_[slot(action)]);
+  const RankDevice& device = device_of(action.stage);
+  const bool forced = record && forces_input_grad(action);
+  Value value{{}, std::move(message.spec)};
+  held.inputs.resize(message.tensors.size());
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    at::Tensor tensor = device.receive(message.tensors[i]);
+    if (record && (message.requires_grad[i] || (forced && can_require_grad(tensor)))) {
+      tensor = require_input_grad(tensor, held.inputs[i]);
+    }
+    value.tensors.push_back(std::move(tensor));
+  }
+  return value;
+}
+
+void Pipeline::Step::forward(const Action& action) {
+  const Stage& stage = *pipeline_.stages_[static_cast<size_t>(action.stage)];
+  const Message& message = inbox_[slot(action)];
+  const uint8_t* live = live_row(action);
+  const auto& trainable = stage.trainable();
+  bool record = forces_input_grad(action) ||
+                std::find(message.requires_grad.begin(), message.requires_grad.end(), true) != message.requires_grad.end();
+  for (size_t i = 0; i < trainable.size() && !record; ++i) record = trainable[i] && (live == nullptr || live[i] != 0);
+  record = record && request.train;
+
+  const c10::AutoGradMode grad_mode(record);
+  Held& held = held_[slot(action)];
+  Value input = receive(action, record, held);
+  const py::gil_scoped_acquire gil;
+  const bool last = is_last(action);
+  const bool has_target = !request.targets.empty();
+  const bool loss_inside = last && has_target && request.loss_fn.is_none();
+  const py::object target = last && has_target ? request.targets[static_cast<size_t>(action.microbatch)] : py::none();
+  py::object output = stage.call(input, loss_inside ? target : py::none());
+  input = Value();  // here, where the interpreter lock is held: its tensors have Python objects now
+  if (!last) {
+    Value value = stage.take_apart(output);
+    const py::gil_scoped_release no_gil;
+    send_on(action, std::move(value), held);
+  } else if (loss_inside) {
+    take_loss(action, output, record, held);
+  } else {
+    if (request.return_outputs) keep_output(action, output);
+    if (has_target) {
+      PyObject* arguments[] = {output.ptr(), target.ptr()};
+      PyObject* loss = PyObject_Vectorcall(request.loss_fn.ptr(), arguments, 2, nullptr);
+      if (loss == nullptr) throw py::error_already_set();
+      output = py::object();  // let the logits go first
+      take_loss(action, py::reinterpret_steal<py::object>(loss), record, held);
+    }
+  }
+  if (!record) held = Held();
+}
+
+void Pipeline::Step::send_on(const Action& action, Value value, Held& held) {
+  const size_t next = slot({action.stage + 1, action.kind, action.microbatch});
+  Message& message = inbox_[next];
+  message.spec = std::move(value.spec);
+  held.outputs.resize(value.tensors.size());
+  for (size_t i = 0; i < value.tensors.size(); ++i) {
+    const at::Tensor& tensor = value.tensors[i];
+    const bool requires_grad = tensor.requires_grad();
+    if (requires_grad) held.outputs[i] = tensor;
+    message.requires_grad.push_back(requires_grad);
+    message.tensors.push_back(device_of(action.stage).send(tensor.detach(), device_of(action.stage + 1)));
+  }
+}
+
+void Pipeline::Step::keep_output(const Action& action, const py::object& output) {
+  Value value = pipeline_.stages_.back()->take_apart(output);
+  for (at::Tensor& tensor : value.tensors) tensor = tensor.detach();
+  result_.outputs[static_cast<size_t>(action.microbatch)] =
+      value.spec ? value.spec->attr("decode")(value.tensors) : py::cast(value.tensors.at(0));
+}
+
+void Pipeline::Step::take_loss(const Action& action, const py::object& loss, bool record, Held& held) {
+  const auto m = static_cast<size_t>(action.microbatch);
+  py::object value = loss;
+  if (PyTuple_Check(loss.ptr()) && PyTuple_GET_SIZE(loss.ptr()) == 2) {
+    value = loss.cast<py::tuple>()[0];
+    result_.counts[m] = loss.cast<py::tuple>()[1];
+  }
+  if (!THPVariable_Check(value.ptr()) || THPVariable_Unpack(value.ptr()).numel() != 1) {
+    throw py::type_error("the loss: expected a tensor with one element, or a tuple (sum, count), got " +
+                         py::repr(py::type::of(loss)).cast<std::string>() +
+                         ". Return a scalar from loss_fn, such as the mean over the samples.");
+  }
+  const at::Tensor tensor = THPVariable_Unpack(value.ptr());
+  result_.losses[m] = tensor.detach();
+  if (request.check_finite && tensor.is_cpu()) check_finite(action, tensor);
+  if (!record) return;
+  if (!tensor.requires_grad() && request.live.empty()) {
+    throw py::value_error(
+        "the loss does not depend on any trainable parameter. Check that loss_fn uses the model's output and that nothing "
+        "on the way detaches it.");
+  }
+  if (tensor.requires_grad()) held.loss = tensor;
+}
+
+// The held outputs of the stages below may be read here: their backward cannot have begun.
+void Pipeline::Step::check_finite(const Action& action, const at::Tensor& loss) const {
+  const double value = loss.item().toComplexDouble().real();
+  if (std::isfinite(value)) return;
+  const at::NoGradGuard no_grad;
+  int32_t first = action.stage;
+  for (int32_t stage = action.stage - 1; stage >= 0; --stage) {
+    for (const at::Tensor& output : held_[slot({stage, Kind::forward, action.microbatch})].outputs) {
+      if (can_require_grad(output) && !at::isfinite(output).all().item<bool>()) first = stage;
+    }
+  }
+  throw NonFiniteLoss{action.microbatch, first, value};
+}
+
+void Pipeline::Step::backward(const Action& action) {
+  const Held held = std::move(held_[slot(action)]);
+  const std::vector<Shipment> arrived = std::move(gradients_[slot(action)]);
+  const RankDevice& device = device_of(action.stage);
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> root_grads;
+  if (held.loss.defined()) {
+    const auto m = static_cast<size_t>(action.microbatch);
+    at::Tensor seed = at::full_like(held.loss, result_.counts[m] ? 1.0 : request.weights[m]);
+    if (request.grad_scale) seed.mul_(request.grad_scale->to(seed.options()));
+    roots.push_back(held.loss);
+    root_grads.push_back(std::move(seed));
+  }
+  for (size_t i = 0; i < arrived.size(); ++i) {
+    if (!arrived[i].tensor.defined() || !held.outputs[i].defined()) continue;
+    roots.push_back(held.outputs[i]);
+    root_grads.push_back(device.receive(arrived[i]));
+  }
+  if (!roots.empty()) {
+    // The graph already has the dtypes that autocast chose; casting inside backward would change them again.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    run_backward(roots, root_grads);
+  }
+  if (action.stage == 0) {
+    auto& grads = result_.input_grads[static_cast<size_t>(action.microbatch)];
+    for (size_t i = 0; i < held.inputs.size(); ++i) grads.push_back(held.input_grad(i));
+    return;
+  }
+  auto& below = gradients_[slot({action.stage - 1, action.kind, action.microbatch})];
+  for (size_t i = 0; i < held.inputs.size(); ++i) {
+    below.push_back(device.send(held.input_grad(i), device_of(action.stage - 1)));
+  }
+}
+
+void Pipeline::Step::read_device_times() {
+  for (const RankDevice& device : pipeline_.devices_) {
+    device.lead_caller();
+    device.synchronize();
+  }
+  constexpr double kMilli = 1e-3;
+  for (ActionId id = 0; static_cast<size_t>(id) < started_.size(); ++id) {
+    const auto& origin = origin_[static_cast<size_t>(request.program->rank_of(id))];
+    const auto index = static_cast<size_t>(id);
+    if (!origin || !started_[index] || !ended_[index]) continue;
+    log.set(id, origin->elapsedTime(*started_[index]) * kMilli, origin->elapsedTime(*ended_[index]) * kMilli);
+  }
+}
+
+StepReport Pipeline::Step::report() {
+  {
+    const py::gil_scoped_release no_gil;
+    at::autocast::clear_cache();
+    if (!started_.empty()) read_device_times();
+  }
+  result_.start_s = log.start_s();
+  result_.end_s = log.end_s();
+  return std::move(result_);
+}
+
+}  // namespace timelyfreeze

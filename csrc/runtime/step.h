@@ -1,0 +1,66 @@
+#pragma once
+#include <ATen/ThreadLocalState.h>
+
+#include <optional>
+#include <vector>
+
+#include "runtime/pipeline.h"
+
+namespace timelyfreeze {
+
+// A loss that is NaN or infinite, and where that began.
+struct NonFiniteLoss {
+  int32_t microbatch;
+  int32_t first_stage;
+  double loss;
+};
+
+// One run of a program over the stages: where the values are, and what each action does.
+class Pipeline::Step : public ActionRunner {
+ public:
+  Step(Pipeline& pipeline, StepRequest request);
+
+  void run(int32_t rank, const Instruction& instruction) override;
+  StepReport report();
+
+  StepRequest request;
+  EventLog log;
+  CancelToken cancel;
+  Execution execution;
+
+ private:
+  // What is sent to a stage for a micro-batch.
+  struct Message {
+    std::vector<Shipment> tensors;
+    std::vector<bool> requires_grad;
+    PyRef spec;
+  };
+
+  [[nodiscard]] size_t slot(const Action& action) const;
+  [[nodiscard]] const RankDevice& device_of(int32_t stage) const;
+  [[nodiscard]] const uint8_t* live_row(const Action& action) const;
+  [[nodiscard]] bool forces_input_grad(const Action& action) const;
+  [[nodiscard]] bool is_last(const Action& action) const;
+
+  void forward(const Action& action);
+  void backward(const Action& action);
+  Value receive(const Action& action, bool record, Held& held);
+  void send_on(const Action& action, Value value, Held& held);
+  void keep_output(const Action& action, const pybind11::object& output);
+  void take_loss(const Action& action, const pybind11::object& loss, bool record, Held& held);
+  void check_finite(const Action& action, const at::Tensor& loss) const;
+  void read_device_times();
+
+  Pipeline& pipeline_;
+  const size_t num_microbatches_;
+  const at::ThreadLocalState caller_;
+  std::vector<Message> inbox_;                     // a (stage, micro-batch)
+  std::vector<std::vector<Shipment>> gradients_;   // a (stage, micro-batch): of the stage's outputs
+  std::vector<Held> held_;                         // a (stage, micro-batch)
+  StepReport result_;
+  std::vector<std::optional<c10::Event>> started_;  // an action, on accelerators
+  std::vector<std::optional<c10::Event>> ended_;
+  std::vector<std::optional<c10::Event>> origin_;   // a rank
+};
+
+}  // namespace timelyfreeze

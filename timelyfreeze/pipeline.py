@@ -1,0 +1,363 @@
+"""The facade: a model in, pipelined and partly frozen training steps out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from timelyfreeze.errors import problem
+from timelyfreeze.freeze import FreezeConfig
+from timelyfreeze.freezing import Freezing
+from timelyfreeze.runtime.arguments import check_arguments, children, default_devices, fit_devices, make_schedule
+from timelyfreeze.runtime.engine import Engine, EngineStep, StepTimes
+from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
+from timelyfreeze.runtime.partition import balanced_split_points, check_split_points, measure_children_s
+from timelyfreeze.runtime.results import join_outputs, mean_loss, scale_of, send_input_gradients
+from timelyfreeze.runtime.ties import unshare_modules
+from timelyfreeze.schedule import Schedule
+
+if TYPE_CHECKING:
+    from timelyfreeze.planner import Plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step gives back.
+
+    Attributes:
+        loss: mean over the samples of the step, detached, 0-dimensional.
+        outputs: the last stage's outputs, one a micro-batch, if asked for, else None.
+        step_time_s: seconds from the first action's start to the last one's end.
+        phase: warmup | measure_upper | measure_lower | ramp | steady (plain training: steady).
+        freeze_ratio: share of the weight-gradient work that was left out, mean over stages and micro-batches.
+        times: start and end of every action.
+
+    >>> StepResult(torch.tensor(1.0), None, 0.1, "steady").freeze_ratio
+    0.0
+    """
+
+    loss: torch.Tensor
+    outputs: list[Any] | None
+    step_time_s: float
+    phase: str
+    freeze_ratio: float = 0.0
+    times: StepTimes = field(default_factory=lambda: StepTimes({}, {}), repr=False)
+
+
+class FreezingPipeline(nn.Module):
+    """Trains a model split over pipeline stages, leaving out weight gradients where the schedule can use the time.
+
+    Args:
+        model: an ``nn.Sequential``, a list of stage modules (each gets what the one before returned), or a module that a
+            splitter is registered for (``timelyfreeze.runtime.register_splitter``).
+        num_stages: how many stages; for a list its length. Default: one a device, or 2 on CPU.
+        num_microbatches: into how many slices a step's batch is cut.
+        schedule: a name (``"gpipe"``, ``"1f1b"``), a ``Schedule``, or the path of a .csv.
+        loss_fn: ``(output, target)`` -> mean over the samples (a scalar), or ``(sum, count)`` where samples weigh
+            unequally: then the step divides once by the whole count. None: the last stage takes the target itself as
+            its last argument and returns the loss.
+        freeze: what to leave out, and when; None trains plainly.
+        devices: one a rank; default: all GPUs, else the CPU for every rank.
+        split_points: index of the child with which each stage from 1 on begins; default: balanced by the time that
+            forward and backward of each child take, measured when the first batch comes.
+        process_group: reserved for one process a rank.
+        seed: dropout and masks draw from (seed, step, stage, micro-batch).
+        timeout_s: the longest a step may take.
+        check_finite: raise ``StageError`` when a loss is NaN or infinite, instead of training on.
+
+    Raises:
+        ValueError, TypeError: wrong arguments, all of them named at once.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> with FreezingPipeline(model, num_stages=2, num_microbatches=2, loss_fn=nn.functional.mse_loss) as pipe:
+        ...     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        ...     result = pipe.step(torch.ones(4, 4), target=torch.zeros(4, 1))
+        ...     optimizer.step()
+        >>> result.phase
+        'steady'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        num_stages: int | None = None,
+        num_microbatches: int = 8,
+        *,
+        schedule: str | PathLike[str] | Schedule = "1f1b",
+        loss_fn: Callable[..., Any] | None = None,
+        freeze: FreezeConfig | None = None,
+        devices: Sequence[torch.device | str] | None = None,
+        split_points: Sequence[int] | None = None,
+        process_group: Any = None,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        check_finite: bool = True,
+    ) -> None:
+        super().__init__()
+        if process_group is not None:
+            raise ValueError(problem("process_group", expected="None", got=process_group, hint="Ranks are threads."))
+        self._children_list = children(model)
+        given_stages = not isinstance(model, nn.Module)
+        if given_stages and num_stages is None:
+            num_stages = len(self._children_list)
+        rank_devices = default_devices(devices)
+        if num_stages is None:
+            num_stages = max(2, len(rank_devices))
+        check_arguments(self._children_list, given_stages, num_stages, num_microbatches, timeout_s, seed, loss_fn)
+        self.schedule = make_schedule(schedule, num_stages, num_microbatches)
+        self.num_stages = num_stages
+        self.num_microbatches = self.schedule.num_microbatches
+        self._devices = fit_devices(rank_devices, self.schedule.num_ranks, explicit=devices is not None)
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self._check_finite = check_finite
+        self._step_index = 0
+        self._engine: Engine | None = None
+        self._closed = False
+        self.freezing = None if freeze is None else Freezing(freeze, self.schedule, seed)
+        self.model = model if isinstance(model, nn.Module) else nn.ModuleList(self._children_list)
+        num_children = len(self._children_list)
+        if given_stages or num_children == num_stages:
+            self._split_points: list[int] | None = list(range(1, num_stages))
+        elif split_points is not None:
+            self._split_points = check_split_points(split_points, num_children, num_stages)
+        else:
+            self._split_points = None
+        if self._split_points is not None:
+            self._build()
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Sequence[Any] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Run forward and backward of one batch; the gradients are added to ``.grad``, as by ``backward()``.
+
+        Args:
+            args, kwargs: the first stage's arguments; tensors are cut along dimension 0 (see ``NoChunk``).
+            target: what ``loss_fn`` gets beside the output, cut likewise.
+            microbatches: instead of the above, slices that exist already: ``(input, target)`` or ``Microbatch``.
+            grad_scaler: scales the gradients; afterwards call its ``step`` and ``update`` as usual.
+            return_outputs: keep the last stage's outputs (not with ``loss_fn=None``).
+
+        Raises:
+            StageError: user code failed in a stage, or the loss is not finite; ``.grad`` is as it was before.
+            ValueError, TypeError: wrong arguments.
+        """
+        if not torch.is_grad_enabled():
+            raise ValueError(problem("step()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
+        slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
+        engine = self._ready_engine(slices)
+        if self.freezing is not None:
+            self.freezing.attach(engine)
+        masks = None if self.freezing is None else self.freezing.begin_step(len(slices))
+        try:
+            with self._profiling():
+                done = engine.run(
+                    slices,
+                    train=True,
+                    step=self._step_index,
+                    seed=self._seed,
+                    timeout_s=self._timeout_s,
+                    has_target=True,
+                    return_outputs=return_outputs,
+                    check_finite=self._check_finite,
+                    grad_scale=None if grad_scaler is None else scale_of(grad_scaler),
+                    masks=None if masks is None else masks.as_tensors(),
+                )
+            loss, divisor = mean_loss(done)
+            factors = self._gradient_factors(engine, 1.0 / divisor)
+        except BaseException:
+            engine.abort()
+            if self.freezing is not None:
+                self.freezing.abort_step()
+            raise
+        engine.commit(factors)
+        send_input_gradients(done)
+        self._step_index += 1
+        if self.freezing is not None:
+            self.freezing.end_step(done.times.durations_s, complete=len(slices) == self.num_microbatches)
+        return StepResult(
+            loss=loss,
+            outputs=done.report.outputs if return_outputs else None,
+            step_time_s=max(done.times.end_s.values()),
+            phase="steady" if masks is None else masks.phase,
+            freeze_ratio=0.0 if masks is None else masks.mean_ratio,
+            times=done.times,
+        )
+
+    @contextmanager
+    def _profiling(self) -> Iterator[None]:
+        if self.freezing is None:
+            yield
+            return
+        with self.freezing.profiling():
+            yield
+
+    def _gradient_factors(self, engine: Engine, scale: float) -> list[list[float]]:
+        sizes = [len(parameters) for parameters in engine.ties.stage_parameters]
+        if self.freezing is None:
+            return [[scale] * size for size in sizes]
+        return [[scale * factor for factor in row] for row in self.freezing.rescale_factors(sizes)]
+
+    # --- no gradient ------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a batch, without gradients, in the module's own train or eval mode.
+
+        Micro-batches are put together along dimension 0; plain values are taken from the first one.
+        """
+        slices = self._slices(args, kwargs, None, None, needs_target=False)
+        done = self._run_forward(slices, has_target=False)
+        return join_outputs(done.report.outputs)
+
+    def evaluate(
+        self, *args: Any, target: Any = None, microbatches: Sequence[Any] | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """The mean loss of a batch, without gradients, in eval mode; training's state is left untouched."""
+        slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
+        training = [module for module in self.modules() if module.training]
+        self.eval()
+        try:
+            return mean_loss(self._run_forward(slices, has_target=True))[0]
+        finally:
+            for module in training:
+                module.training = True
+
+    def _run_forward(self, slices: list[Microbatch], *, has_target: bool) -> EngineStep:
+        engine = self._ready_engine(slices)
+        with torch.no_grad():
+            return engine.run(
+                slices,
+                train=False,
+                step=self._step_index,
+                seed=self._seed,
+                timeout_s=self._timeout_s,
+                has_target=has_target,
+                return_outputs=not has_target,
+                check_finite=False,
+            )
+
+    # --- plan and state ---------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is left out where, once it is known."""
+        return None if self.freezing is None else self.freezing.plan
+
+    def report(self) -> dict[str, Any]:
+        """Planned and measured times by action, phases and plan switches so far, as plain data."""
+        base = {"step": self._step_index, "schedule": self.schedule.name, "split_points": self._split_points}
+        return base | ({} if self.freezing is None else self.freezing.report())
+
+    def freeze_state_dict(self) -> dict[str, Any]:
+        """Where training stands (step, phase, samples, plan): with it a resumed run goes on exactly."""
+        state: dict[str, Any] = {"step": self._step_index, "split_points": self._split_points}
+        if self.freezing is not None:
+            state["freezing"] = self.freezing.state_dict()
+        return state
+
+    def load_freeze_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``freeze_state_dict`` was taken."""
+        if ("freezing" in state) != (self.freezing is not None):
+            raise ValueError(
+                problem(
+                    "freeze state",
+                    expected="freezing" if self.freezing is not None else "no freezing",
+                    got="freezing" if "freezing" in state else "no freezing",
+                    hint="Create the pipeline with the freeze= that it was saved with.",
+                )
+            )
+        points = state["split_points"]
+        if points is not None and points != self._split_points:
+            self._split_points = check_split_points(points, len(self._children_list), self.num_stages)
+            self._build()
+        self._step_index = int(state["step"])
+        if self.freezing is not None:
+            self.freezing.load_state_dict(state["freezing"])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's own ``state_dict``."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the wrapped model's own ``state_dict``."""
+        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The wrapped model's own names."""
+        return self.model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The wrapped model's own names."""
+        return self.model.named_buffers(prefix, recurse, remove_duplicate)
+
+    def close(self) -> None:
+        """Let the workers go. Calling it twice is harmless."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+        if self.freezing is not None:
+            self.freezing.close()
+
+    def __enter__(self) -> FreezingPipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- stages -----------------------------------------------------------------------------------------------
+
+    def _slices(
+        self, args: Any, kwargs: Any, target: Any, microbatches: Sequence[Any] | None, *, needs_target: bool
+    ) -> list[Microbatch]:
+        if self._closed:
+            raise ValueError(problem("the pipeline is closed", hint="Create a new FreezingPipeline."))
+        if microbatches is not None:
+            if args or kwargs or target is not None:
+                raise ValueError(problem("arguments", expected="a batch or microbatches=, not both", got="both"))
+            return as_microbatches(microbatches, self.num_microbatches, has_target=needs_target)
+        if needs_target and target is None and self._loss_fn is not None:
+            raise ValueError(problem("target", expected="what loss_fn takes beside the output", got=None))
+        return split_batch(args, kwargs, target, self.num_microbatches)
+
+    def _ready_engine(self, slices: list[Microbatch]) -> Engine:
+        if self._split_points is None:
+            first = slices[0]
+            times_s = measure_children_s(self._children_list, first.args, first.kwargs, self._devices[0])
+            self._split_points = balanced_split_points(times_s, self.num_stages)
+        if self._engine is None or not self._engine.holds():
+            self._build()
+        assert self._engine is not None
+        return self._engine
+
+    def _build(self) -> None:
+        assert self._split_points is not None
+        if self._engine is not None:
+            self._engine.close()
+        bounds = [0, *self._split_points, len(self._children_list)]
+        parts = [self._children_list[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        stages = unshare_modules([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])
+        devices = [self._devices[rank] for rank in self.schedule.stage_to_rank]
+        for stage, device in zip(stages, devices, strict=True):
+            if device.type != "cpu":
+                stage.to(device)
+        self._engine = Engine(stages, self.schedule, self._devices, self._loss_fn)

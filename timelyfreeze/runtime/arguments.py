@@ -1,0 +1,89 @@
+"""Checks of what a pipeline is created with, and the defaults that fill the gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from timelyfreeze.errors import problem, raise_all
+from timelyfreeze.runtime.partition import children_of
+from timelyfreeze.schedule import Schedule, create_schedule
+
+
+def children(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return children_of(model)
+    stages = list(model)
+    if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
+        got = [type(stage).__name__ for stage in stages]
+        raise TypeError(problem("model", expected="a non-empty list of stage modules", got=got))
+    return stages
+
+
+def check_arguments(
+    children: list[nn.Module],
+    given_stages: bool,
+    num_stages: int,
+    num_microbatches: int,
+    timeout_s: float,
+    seed: int,
+    loss_fn: Any,
+) -> None:
+    problems = []
+    if given_stages and num_stages != len(children):
+        problems.append(problem("num_stages", expected=f"{len(children)}, as many as the list has", got=num_stages))
+    if not 1 <= num_stages <= len(children):
+        problems.append(
+            problem(
+                "num_stages",
+                expected=f"1 to {len(children)}, one child module a stage at the least",
+                got=num_stages,
+                hint="Use fewer stages, or a model with more children.",
+            )
+        )
+    if num_microbatches < 1:
+        problems.append(problem("num_microbatches", expected="1 or more", got=num_microbatches))
+    if not timeout_s > 0:
+        problems.append(problem("timeout_s", expected="seconds above 0", got=timeout_s))
+    if not 0 <= seed < 2**64:
+        problems.append(problem("seed", expected="an integer in [0, 2**64)", got=seed))
+    if loss_fn is not None and not callable(loss_fn):
+        problems.append(problem("loss_fn", expected="a function (output, target) -> loss, or None", got=loss_fn))
+    raise_all(ValueError, problems)
+
+
+def make_schedule(schedule: str | PathLike[str] | Schedule, num_stages: int, num_microbatches: int) -> Schedule:
+    if isinstance(schedule, Schedule):
+        made = schedule
+    elif str(schedule).endswith(".csv"):
+        made = Schedule.from_csv(schedule)
+    else:
+        return create_schedule(str(schedule), num_ranks=num_stages, num_microbatches=num_microbatches)
+    if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
+        raise ValueError(
+            problem(
+                f"schedule {made.name!r}",
+                expected=f"{num_stages} stages and {num_microbatches} micro-batches",
+                got=f"{made.num_stages} stages and {made.num_microbatches} micro-batches",
+                hint="Pass num_stages= and num_microbatches= as the schedule has them.",
+            )
+        )
+    return made
+
+
+def default_devices(devices: Sequence[torch.device | str] | None) -> list[torch.device]:
+    if devices is not None:
+        return [torch.device(device) for device in devices]
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")]
+
+
+def fit_devices(devices: list[torch.device], num_ranks: int, *, explicit: bool) -> list[torch.device]:
+    if explicit and len(devices) != num_ranks:
+        raise ValueError(problem("devices", expected=f"{num_ranks}, one a rank", got=len(devices)))
+    return [devices[rank % len(devices)] for rank in range(num_ranks)]

@@ -1,0 +1,232 @@
+"""The C++ pipeline, its worker threads, and the programs that run on it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from timelyfreeze import _C
+from timelyfreeze.errors import StageError, problem
+from timelyfreeze.runtime.microbatch import Microbatch
+from timelyfreeze.runtime.rng import follow_action_generator
+from timelyfreeze.runtime.ties import TiedParameters
+from timelyfreeze.runtime.values import encode, encode_call, map_tensors, stage_entry
+from timelyfreeze.schedule import Action, Kind, Schedule, data_dependencies
+
+# One worker walks all the ranks where the last step's actions took less than this on average: then two threads that
+# hand over to each other lose more than they win (bench/test_host_overhead.py finds the crossing).
+INLINE_BELOW_S = 60e-6
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """When each action of a step began and ended, in seconds since the step began."""
+
+    start_s: dict[Action, float]
+    end_s: dict[Action, float]
+
+    @property
+    def durations_s(self) -> dict[Action, float]:
+        return {action: self.end_s[action] - start for action, start in self.start_s.items()}
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A program and the actions that its ids stand for."""
+
+    program: _C.Program
+    actions: list[Action]
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """What the C++ runtime gave back: see ``StepReport`` in csrc/runtime/pipeline.h."""
+
+    report: _C.StepReport
+    times: StepTimes
+    microbatches: list[Microbatch]
+
+
+class Engine:
+    """A model's stages on their ranks, each rank with a worker thread that lives until ``close``.
+
+    Args:
+        stages: the stage modules, in order.
+        schedule: what the ranks do in a training step.
+        devices: one a rank.
+        loss_fn: ``(output, target)`` -> loss, or None where the last stage takes the target itself.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        schedule: Schedule,
+        devices: Sequence[torch.device],
+        loss_fn: Callable[..., Any] | None,
+    ) -> None:
+        self.schedule = schedule
+        self.stages = list(stages)
+        self.devices = list(devices)
+        self._loss_fn = loss_fn
+        self._programs: dict[tuple[bool, int], _Compiled] = {}
+        self._mean_action_s = float("inf")
+        self.ties = TiedParameters(self.stages, [self.devices[rank] for rank in schedule.stage_to_rank])
+        last = len(self.stages) - 1
+        compiled_stages = []
+        for index, stage in enumerate(self.stages):
+            takes_target = index == last and loss_fn is None
+            entry = stage if index == 0 else stage_entry(stage, takes_target=takes_target)
+            compiled_stages.append(_C.Stage(entry, encode, self.ties.stage_parameters[index]))
+        self._pipeline = _C.Pipeline(compiled_stages, schedule.stage_to_rank, [str(device) for device in self.devices])
+        follow_action_generator()
+        if any(device.type == "cpu" for device in self.devices):
+            _C.keep_large_blocks()
+        self._threads = [
+            threading.Thread(target=self._pipeline.work, args=(rank,), name=f"timelyfreeze-rank-{rank}", daemon=True)
+            for rank in range(len(self.devices))
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Runs at exit too: a daemon thread that wakes when the interpreter is gone would be killed inside C++.
+        self._finalizer = weakref.finalize(self, _close, self._pipeline, self._threads)
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Let the workers go; waits for them. Calling it twice is harmless."""
+        self._finalizer()
+
+    def holds(self) -> bool:
+        """Whether the stages still have the parameters that this engine was built for."""
+        with_owners = self.ties.owners
+        for stage, used in zip(self.stages, self.ties.stage_parameters, strict=True):
+            now = list(stage.parameters())
+            if len(now) != len(used) or any(with_owners.get(id(u), u) is not n for u, n in zip(used, now, strict=True)):
+                return False
+        return True
+
+    def run(
+        self,
+        microbatches: list[Microbatch],
+        *,
+        train: bool,
+        step: int,
+        seed: int,
+        timeout_s: float,
+        has_target: bool,
+        return_outputs: bool = False,
+        check_finite: bool = True,
+        grad_scale: torch.Tensor | None = None,
+        masks: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None,
+    ) -> EngineStep:
+        """Run one program. After training, call ``commit`` or ``abort``.
+
+        Args:
+            masks: uint8 tensors, one a stage: which parameters are live ``[microbatches, parameters]``, and for which
+                micro-batches an input gradient is computed even if nobody needs it ``[microbatches]``.
+
+        Raises:
+            StageError: user code failed; its exception is the cause. Gradients are as before.
+            KeyboardInterrupt, TimeoutError: the step was stopped from outside.
+        """
+        compiled = self._program(train, len(microbatches))
+        request = _C.StepRequest(compiled.program, [encode_call(m.args, m.kwargs) for m in microbatches])
+        request.train = train
+        request.step = step
+        request.seed = seed
+        request.timeout_s = timeout_s
+        request.return_outputs = return_outputs
+        request.check_finite = check_finite
+        request.grad_scale = grad_scale
+        request.run_inline = self._mean_action_s < INLINE_BELOW_S
+        if has_target:
+            request.targets = self._targets(microbatches)
+            request.loss_fn = self._loss_fn
+            num_samples = sum(m.num_samples for m in microbatches)
+            request.weights = [m.num_samples / num_samples for m in microbatches]
+        if masks is not None:
+            request.live, request.needs_input_grad = masks
+        with self.ties.installed():
+            report = self._pipeline.run(request)
+        if report.error is not None:
+            self._raise(report, compiled, step)
+        times = StepTimes(
+            dict(zip(compiled.actions, report.start_s, strict=True)),
+            dict(zip(compiled.actions, report.end_s, strict=True)),
+        )
+        if train and all(device.type == "cpu" for device in self.devices):
+            self._mean_action_s = sum(times.durations_s.values()) / len(compiled.actions)
+        return EngineStep(report, times, microbatches)
+
+    def commit(self, factors: list[list[float]]) -> None:
+        """Add the step's gradients, each times its factor, to the parameters' ``.grad``."""
+        self._pipeline.commit(factors)
+        self.ties.merge_gradients()
+
+    def abort(self) -> None:
+        """Forget the step's gradients."""
+        self._pipeline.abort()
+
+    def _targets(self, microbatches: list[Microbatch]) -> list[Any]:
+        device = self.devices[self.schedule.stage_to_rank[-1]]
+        if device.type == "cpu":
+            return [m.target for m in microbatches]
+        return [map_tensors(m.target, lambda t: t.to(device, non_blocking=True)) for m in microbatches]
+
+    def _program(self, train: bool, num_microbatches: int) -> _Compiled:
+        key = (train, num_microbatches)
+        if key not in self._programs:
+            self._programs[key] = _compile(self.schedule, forward_only=not train, num_microbatches=num_microbatches)
+        return self._programs[key]
+
+    def _raise(self, report: _C.StepReport, compiled: _Compiled, step: int) -> None:
+        error = report.error
+        assert error is not None
+        if report.failed is None:
+            raise error
+        action = compiled.actions[report.failed]
+        rank = self.schedule.stage_to_rank[action.stage]
+        raise StageError(
+            problem(
+                f"stage {action.stage} failed in action {action}: {type(error).__name__}: {error}",
+                where=f"rank {rank}, micro-batch {action.microbatch}, step {step}",
+                hint="Gradients are as they were before the step; mend the cause shown above and call step() again.",
+            ),
+            rank=rank,
+            stage=action.stage,
+            action=str(action),
+            step=step,
+        ) from error
+
+
+def _compile(schedule: Schedule, *, forward_only: bool, num_microbatches: int) -> _Compiled:
+    """The schedule as a program, without the micro-batches that a smaller batch lacks."""
+
+    def wanted(action: Action) -> bool:
+        return action.microbatch < num_microbatches and (action.kind is Kind.F or not forward_only)
+
+    ranks = [[action for action in order if wanted(action)] for order in schedule.ranks]
+    actions = [action for order in ranks for action in order]
+    ids = {action: index for index, action in enumerate(actions)}
+    edges = [
+        (ids[edge.before], ids[edge.after])
+        for edge in data_dependencies(schedule)
+        if wanted(edge.before) and wanted(edge.after)
+    ]
+    program = _C.Program([[(a.stage, a.kind.value, a.microbatch) for a in order] for order in ranks], edges)
+    return _Compiled(program, actions)
+
+
+def _close(pipeline: _C.Pipeline, threads: list[threading.Thread]) -> None:
+    pipeline.close()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5.0)

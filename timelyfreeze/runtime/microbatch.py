@@ -1,0 +1,143 @@
+"""A step's batch, cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from timelyfreeze.errors import problem
+from timelyfreeze.runtime.values import _rebuild
+
+
+class NoChunk:
+    """Marks a tensor that goes whole to every micro-batch, such as a table that all samples share.
+
+    >>> NoChunk(torch.ones(3)).value.shape
+    torch.Size([3])
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass
+class Microbatch:
+    """One slice of a batch: the first stage's arguments, the target, and how many samples it holds.
+
+    >>> Microbatch(args=(torch.ones(2, 4),), target=torch.ones(2)).num_samples
+    1
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    num_samples: int = 1
+
+
+def split_batch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, num_microbatches: int
+) -> list[Microbatch]:
+    """Cut a batch along dimension 0 into at most ``num_microbatches`` slices that differ by one sample at most.
+
+    Tensors are cut, also inside tuples, lists, dicts and dataclasses; numbers, None, 0-dimensional tensors and
+    ``NoChunk`` go whole to each slice. A batch with fewer samples than ``num_microbatches`` gives one slice a sample.
+
+    Raises:
+        ValueError: the tensors disagree about the number of samples, or there are none.
+
+    >>> [m.num_samples for m in split_batch((torch.ones(8, 2),), {}, None, 3)]
+    [3, 3, 2]
+    """
+    whole = (args, dict(kwargs), target)
+    sizes = _batch_sizes(whole)
+    if not sizes:
+        raise ValueError(
+            problem(
+                "the batch cannot be split",
+                expected="at least one tensor with a batch dimension",
+                got="none",
+                hint="Pass the batch as a tensor, or hand over microbatches=[...] that are split already.",
+            )
+        )
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            problem(
+                "the batch cannot be split",
+                expected="the same size of dimension 0 in every tensor",
+                got=sorted(set(sizes)),
+                hint="Wrap what belongs whole to every micro-batch in NoChunk(...).",
+            )
+        )
+    num_samples = sizes[0]
+    if num_samples == 0:
+        raise ValueError(problem("the batch cannot be split", expected="at least one sample", got=0))
+    num_slices = min(num_microbatches, num_samples)
+    slices = [Microbatch((), {}, None, num_samples=0) for _ in range(num_slices)]
+    for i, (one, size) in enumerate(zip(slices, _slice_sizes(num_samples, num_slices), strict=True)):
+        one.args, one.kwargs, one.target = _rebuild(whole, _slicer(i, num_slices))
+        one.num_samples = size
+    return slices
+
+
+def _slice_sizes(num_samples: int, num_slices: int) -> list[int]:
+    size, rest = divmod(num_samples, num_slices)
+    return [size + (i < rest) for i in range(num_slices)]
+
+
+def _batch_sizes(whole: Any) -> list[int]:
+    sizes: list[int] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            sizes.append(leaf.shape[0])
+
+    _rebuild(whole, look)
+    return sizes
+
+
+def _slicer(index: int, num_slices: int) -> Any:
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, NoChunk):
+            return leaf.value
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        sizes = _slice_sizes(leaf.shape[0], num_slices)
+        return leaf.narrow(0, sum(sizes[:index]), sizes[index])
+
+    return cut
+
+
+def as_microbatches(given: Sequence[Any], num_microbatches: int, *, has_target: bool) -> list[Microbatch]:
+    """Accept micro-batches that the user has split: ``Microbatch``, ``(input, target)``, or an input alone.
+
+    An input that is a tuple is the first stage's arguments, a dict its keywords, anything else its one argument.
+
+    Raises:
+        ValueError: none, or more than the schedule has.
+    """
+    if not 1 <= len(given) <= num_microbatches:
+        raise ValueError(
+            problem(
+                "microbatches",
+                expected=f"1 to {num_microbatches} of them",
+                got=len(given),
+                hint="Create the pipeline with num_microbatches as large as the longest list.",
+            )
+        )
+    return [_as_microbatch(one, has_target) for one in given]
+
+
+def _as_microbatch(one: Any, has_target: bool) -> Microbatch:
+    if isinstance(one, Microbatch):
+        return one
+    inputs, target = one if has_target and isinstance(one, tuple) and len(one) == 2 else (one, None)
+    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+    kwargs = inputs if isinstance(inputs, dict) else {}
+    sizes = _batch_sizes((args, kwargs, target))
+    unwrapped = _rebuild((args, kwargs, target), lambda leaf: leaf.value if isinstance(leaf, NoChunk) else leaf)
+    return Microbatch(*unwrapped, num_samples=sizes[0] if sizes else 1)

@@ -1,0 +1,57 @@
+"""From what the micro-batches left to what the caller gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from timelyfreeze.errors import problem
+from timelyfreeze.runtime.engine import EngineStep
+from timelyfreeze.runtime.values import encode, encode_call
+
+
+def mean_loss(done: EngineStep) -> tuple[torch.Tensor, float]:
+    """The step's mean loss, and by what the accumulated gradients are still to be divided."""
+    losses, counts = done.report.losses, done.report.counts
+    with torch.no_grad():
+        if counts[0] is None:
+            num_samples = sum(m.num_samples for m in done.microbatches)
+            total = torch.zeros((), dtype=losses[0].dtype, device=losses[0].device)
+            for loss, one in zip(losses, done.microbatches, strict=True):
+                total = total + loss.reshape(()) * (one.num_samples / num_samples)
+            return total, 1.0
+        count = float(sum(float(c) for c in counts))
+        if count <= 0:
+            raise ValueError(
+                problem("the step's (sum, count) loss", expected="a count above 0", got=count, hint="Skip the batch.")
+            )
+        total = torch.stack([loss.reshape(()) for loss in losses]).sum()
+        return total / count, count
+
+
+def send_input_gradients(done: EngineStep) -> None:
+    """Pass on the gradients of inputs that require them, to whatever made them."""
+    roots, grads = [], []
+    for one, received in zip(done.microbatches, done.report.input_grads, strict=True):
+        tensors = encode_call(one.args, one.kwargs)[0]
+        for tensor, grad in zip(tensors, received, strict=False):
+            if grad is not None and tensor.requires_grad:
+                roots.append(tensor)
+                grads.append(grad.to(tensor.device))
+    if roots:
+        torch.autograd.backward(roots, grads)
+
+
+def join_outputs(outputs: list[Any]) -> Any:
+    """Put the micro-batches' outputs together along dimension 0."""
+    parts = [encode(output) for output in outputs]
+    columns = zip(*(tensors for tensors, _ in parts), strict=True)
+    joined = [torch.stack(column) if column[0].dim() == 0 else torch.cat(column) for column in columns]
+    return parts[0][1].decode(joined)
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    if not scaler.is_enabled():
+        return None
+    return scaler.scale(torch.ones(()))  # type: ignore[no-any-return]
