@@ -1,9 +1,11 @@
-"""Builds the C++ extension ``timelyfreeze._C`` with CMake and Ninja."""
+"""Builds the C++ extension ``timelyfreeze._C`` with CMake and Ninja.
+
+It needs no CUDA toolkit, also for a CUDA build of torch: streams and events are reached through torch's own c10 layer.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +14,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-
-
-def find_nvcc() -> str | None:
-    """The CUDA compiler, or None where there is none or TIMELYFREEZE_CUDA=0 says not to use it."""
-    if os.environ.get("TIMELYFREEZE_CUDA", "1") == "0":
-        return None
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    for candidate in (os.environ.get("CUDACXX"), os.path.join(home, "bin", "nvcc"), shutil.which("nvcc")):
-        if candidate and os.path.isfile(candidate):
-            return str(Path(candidate).resolve())
-    return None
 
 
 class CMakeBuild(build_ext):
@@ -35,7 +26,6 @@ class CMakeBuild(build_ext):
         destination = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         build_dir = Path(os.environ.get("TIMELYFREEZE_BUILD_DIR") or self.build_temp).resolve()
         build_dir.mkdir(parents=True, exist_ok=True)
-        cuda_include = self._cuda_include() if torch.version.cuda else None
         configure = [
             *("cmake", "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
             "-DCMAKE_BUILD_TYPE=Release",
@@ -44,8 +34,6 @@ class CMakeBuild(build_ext):
             f"-DPYBIND11_INCLUDE_DIR={pybind11.get_include()}",
             f"-DCMAKE_INSTALL_PREFIX={destination}",
         ]
-        if cuda_include is not None:
-            configure.append(f"-DCUDA_INCLUDE_DIR={cuda_include}")
         configure += os.environ.get("CMAKE_ARGS", "").split()
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         for command in (
@@ -54,11 +42,6 @@ class CMakeBuild(build_ext):
             ["cmake", "--install", str(build_dir)],
         ):
             subprocess.check_call(command)
-
-    @staticmethod
-    def _cuda_include() -> Path | None:
-        nvcc = find_nvcc()
-        return Path(nvcc).parent.parent / "include" if nvcc else None
 
 
 setup(ext_modules=[Extension("timelyfreeze._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -24,12 +24,12 @@ def mlp(num_layers: int = 4, width: int = 6) -> nn.Sequential:
 
 def plain_step(model, loss_fn, x, y, num_microbatches):
     """What the pipeline must equal: one micro-batch after the other, each weighed by its share of the samples."""
-    total = torch.zeros(())
+    losses = []
     for a, b in zip(x.tensor_split(num_microbatches), y.tensor_split(num_microbatches), strict=True):
         loss = loss_fn(model(a), b)
         loss.backward(torch.full_like(loss, len(a) / len(x)))
-        total = total + loss.detach() * (len(a) / len(x))
-    return total
+        losses.append(loss.detach() * (len(a) / len(x)))
+    return torch.stack(losses).sum()
 
 
 def assert_same_grads(model, reference):
@@ -347,10 +347,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         for module in (self.body[:2], self.body[2:]):
-            if self.use_reentrant is None:
-                x = module(x)
-            else:
-                x = checkpoint(module, x, use_reentrant=self.use_reentrant)
+            x = module(x) if self.use_reentrant is None else checkpoint(module, x, use_reentrant=self.use_reentrant)
         return x
 
 

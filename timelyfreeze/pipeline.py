@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,15 +48,15 @@ class StepResult:
     step_time_s: float
     phase: str
     freeze_ratio: float = 0.0
-    times: StepTimes = field(default_factory=lambda: StepTimes({}, {}), repr=False)
+    times: StepTimes = field(default_factory=lambda: StepTimes([], [], []), repr=False)
 
 
 class FreezingPipeline(nn.Module):
     """Trains a model split over pipeline stages, leaving out weight gradients where the schedule can use the time.
 
     Args:
-        model: an ``nn.Sequential``, a list of stage modules (each gets what the one before returned), or a module that a
-            splitter is registered for (``timelyfreeze.runtime.register_splitter``).
+        model: an ``nn.Sequential``, a list of stage modules (each gets what the one before returned), or a module that
+            a splitter is registered for (``timelyfreeze.runtime.register_splitter``).
         num_stages: how many stages; for a list its length. Default: one a device, or 2 on CPU.
         num_microbatches: into how many slices a step's batch is cut.
         schedule: a name (``"gpipe"``, ``"1f1b"``), a ``Schedule``, or the path of a .csv.
@@ -194,7 +195,7 @@ class FreezingPipeline(nn.Module):
         return StepResult(
             loss=loss,
             outputs=done.report.outputs if return_outputs else None,
-            step_time_s=max(done.times.end_s.values()),
+            step_time_s=done.times.step_time_s,
             phase="steady" if masks is None else masks.phase,
             freeze_ratio=0.0 if masks is None else masks.mean_ratio,
             times=done.times,
@@ -354,7 +355,7 @@ class FreezingPipeline(nn.Module):
         if self._engine is not None:
             self._engine.close()
         bounds = [0, *self._split_points, len(self._children_list)]
-        parts = [self._children_list[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [self._children_list[a:b] for a, b in itertools.pairwise(bounds)]
         stages = unshare_modules([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])
         devices = [self._devices[rank] for rank in self.schedule.stage_to_rank]
         for stage, device in zip(stages, devices, strict=True):

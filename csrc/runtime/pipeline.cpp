@@ -70,18 +70,10 @@ StepReport Pipeline::run(StepRequest request) {
     for (const auto& stage : stages_) stage->begin_step();
     open_step_ = true;
   }
-  const bool inline_run = step->request.run_inline;
-  const int32_t num_active = inline_run ? 1 : static_cast<int32_t>(devices_.size());
+  const int32_t num_active = step->request.run_inline ? 1 : static_cast<int32_t>(devices_.size());
   const double timeout_s = step->request.timeout_s;
   const bool started = workers_.start(
-      [step, inline_run](int32_t rank) {
-        if (inline_run) {
-          step->execution.run_inline();
-        } else {
-          step->execution.run_rank(rank);
-        }
-      },
-      num_active);
+      [step](int32_t rank) { step->work(rank); }, num_active);
   if (!started) {
     abort();
     throw std::runtime_error("the pipeline is closed or a step is running on another thread. Call step() from one thread.");

@@ -91,10 +91,18 @@ bool Pipeline::Step::is_last(const Action& action) const {
   return static_cast<size_t>(action.stage) + 1 == pipeline_.stages_.size();
 }
 
+void Pipeline::Step::work(int32_t rank) {
+  const at::ThreadLocalStateGuard caller(caller_);  // autocast, modes and hooks of the thread that called step()
+  if (request.run_inline) {
+    execution.run_inline();
+  } else {
+    execution.run_rank(rank);
+  }
+}
+
 void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
   const RankDevice& device = pipeline_.devices_[static_cast<size_t>(rank)];
   const Action& action = instruction.action;
-  const at::ThreadLocalStateGuard caller(caller_);
   const c10::OptionalStreamGuard stream(device.compute_stream());
   const ActionRng rng(mix_seed(request.seed, request.step, static_cast<uint64_t>(action.stage),
                                static_cast<uint64_t>(action.kind), static_cast<uint64_t>(action.microbatch)),
@@ -251,7 +259,8 @@ void Pipeline::Step::backward(const Action& action) {
   }
   if (action.stage == 0) {
     auto& grads = result_.input_grads[static_cast<size_t>(action.microbatch)];
-    for (size_t i = 0; i < held.inputs.size(); ++i) grads.push_back(held.input_grad(i));
+    const bool wanted = std::any_of(held.inputs.begin(), held.inputs.end(), [](const NodePtr& node) { return node; });
+    for (size_t i = 0; wanted && i < held.inputs.size(); ++i) grads.push_back(held.input_grad(i));
     return;
   }
   auto& below = gradients_[slot({action.stage - 1, action.kind, action.microbatch})];

@@ -20,6 +20,8 @@ class Pipeline::Step : public ActionRunner {
  public:
   Step(Pipeline& pipeline, StepRequest request);
 
+  // A worker's share of the step: its rank's program, or, inline, everyone's.
+  void work(int32_t rank);
   void run(int32_t rank, const Instruction& instruction) override;
   StepReport report();
 

@@ -15,6 +15,7 @@ from timelyfreeze.schedule import Schedule, create_schedule
 
 
 def children(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that the stages are made of, in order."""
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         return children_of(model)
     stages = list(model)
@@ -33,6 +34,7 @@ def check_arguments(
     seed: int,
     loss_fn: Any,
 ) -> None:
+    """Raise ValueError with everything that is wrong."""
     problems = []
     if given_stages and num_stages != len(children):
         problems.append(problem("num_stages", expected=f"{len(children)}, as many as the list has", got=num_stages))
@@ -57,6 +59,7 @@ def check_arguments(
 
 
 def make_schedule(schedule: str | PathLike[str] | Schedule, num_stages: int, num_microbatches: int) -> Schedule:
+    """The schedule that a name, a file or an object stands for, checked against the sizes."""
     if isinstance(schedule, Schedule):
         made = schedule
     elif str(schedule).endswith(".csv"):
@@ -76,6 +79,7 @@ def make_schedule(schedule: str | PathLike[str] | Schedule, num_stages: int, num
 
 
 def default_devices(devices: Sequence[torch.device | str] | None) -> list[torch.device]:
+    """The given devices; by default all GPUs, else the CPU."""
     if devices is not None:
         return [torch.device(device) for device in devices]
     if torch.cuda.is_available():
@@ -84,6 +88,7 @@ def default_devices(devices: Sequence[torch.device | str] | None) -> list[torch.
 
 
 def fit_devices(devices: list[torch.device], num_ranks: int, *, explicit: bool) -> list[torch.device]:
+    """One device a rank; default devices are dealt out in turn."""
     if explicit and len(devices) != num_ranks:
         raise ValueError(problem("devices", expected=f"{num_ranks}, one a rank", got=len(devices)))
     return [devices[rank % len(devices)] for rank in range(num_ranks)]

@@ -24,16 +24,39 @@ from timelyfreeze.schedule import Action, Kind, Schedule, data_dependencies
 INLINE_BELOW_S = 60e-6
 
 
-@dataclass(frozen=True)
 class StepTimes:
-    """When each action of a step began and ended, in seconds since the step began."""
+    """When each action of a step began and ended, in seconds since the step began.
 
-    start_s: dict[Action, float]
-    end_s: dict[Action, float]
+    The dictionaries are made when they are asked for: with many tiny actions, hashing them all would show.
+    """
+
+    def __init__(self, actions: Sequence[Action], starts_s: Sequence[float], ends_s: Sequence[float]) -> None:
+        self._actions = actions
+        self._starts_s = starts_s
+        self._ends_s = ends_s
+
+    @property
+    def start_s(self) -> dict[Action, float]:
+        return dict(zip(self._actions, self._starts_s, strict=True))
+
+    @property
+    def end_s(self) -> dict[Action, float]:
+        return dict(zip(self._actions, self._ends_s, strict=True))
 
     @property
     def durations_s(self) -> dict[Action, float]:
-        return {action: self.end_s[action] - start for action, start in self.start_s.items()}
+        pairs = zip(self._starts_s, self._ends_s, strict=True)
+        return dict(zip(self._actions, (end - start for start, end in pairs), strict=True))
+
+    @property
+    def step_time_s(self) -> float:
+        """The end of the last action."""
+        return max(self._ends_s, default=0.0)
+
+    @property
+    def mean_action_s(self) -> float:
+        """The mean time of an action."""
+        return (sum(self._ends_s) - sum(self._starts_s)) / max(len(self._actions), 1)
 
 
 @dataclass(frozen=True)
@@ -158,12 +181,9 @@ class Engine:
             report = self._pipeline.run(request)
         if report.error is not None:
             self._raise(report, compiled, step)
-        times = StepTimes(
-            dict(zip(compiled.actions, report.start_s, strict=True)),
-            dict(zip(compiled.actions, report.end_s, strict=True)),
-        )
+        times = StepTimes(compiled.actions, report.start_s, report.end_s)
         if train and all(device.type == "cpu" for device in self.devices):
-            self._mean_action_s = sum(times.durations_s.values()) / len(compiled.actions)
+            self._mean_action_s = times.mean_action_s
         return EngineStep(report, times, microbatches)
 
     def commit(self, factors: list[list[float]]) -> None:

@@ -76,12 +76,37 @@ def split_batch(
     num_samples = sizes[0]
     if num_samples == 0:
         raise ValueError(problem("the batch cannot be split", expected="at least one sample", got=0))
-    num_slices = min(num_microbatches, num_samples)
-    slices = [Microbatch((), {}, None, num_samples=0) for _ in range(num_slices)]
-    for i, (one, size) in enumerate(zip(slices, _slice_sizes(num_samples, num_slices), strict=True)):
-        one.args, one.kwargs, one.target = _rebuild(whole, _slicer(i, num_slices))
-        one.num_samples = size
-    return slices
+    slice_sizes = _slice_sizes(num_samples, min(num_microbatches, num_samples))
+    # Every tensor is cut once, into all its slices; a slice then only picks its own. With 64 micro-batches of next to
+    # no work, cutting anew for each slice took a third of the step.
+    pieces = _rebuild(whole, lambda leaf: _cut(leaf, slice_sizes))
+    if not kwargs and all(isinstance(piece, _Pieces) for piece in (*pieces[0], pieces[2])):  # nothing is nested
+        columns = zip(*(piece.slices for piece in pieces[0]), strict=True)
+        return [
+            Microbatch(own, {}, label, size)
+            for own, label, size in zip(columns, pieces[2].slices, slice_sizes, strict=True)
+        ]
+    return [
+        Microbatch(*_rebuild(pieces, lambda leaf, i=i: leaf.slices[i] if isinstance(leaf, _Pieces) else leaf), size)
+        for i, size in enumerate(slice_sizes)
+    ]
+
+
+class _Pieces:
+    """A tensor's slices."""
+
+    __slots__ = ("slices",)
+
+    def __init__(self, slices: tuple[torch.Tensor, ...]) -> None:
+        self.slices = slices
+
+
+def _cut(leaf: Any, slice_sizes: list[int]) -> Any:
+    if isinstance(leaf, NoChunk):
+        return leaf.value
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return leaf
+    return _Pieces(leaf.split(slice_sizes))
 
 
 def _slice_sizes(num_samples: int, num_slices: int) -> list[int]:
@@ -98,18 +123,6 @@ def _batch_sizes(whole: Any) -> list[int]:
 
     _rebuild(whole, look)
     return sizes
-
-
-def _slicer(index: int, num_slices: int) -> Any:
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, NoChunk):
-            return leaf.value
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-            return leaf
-        sizes = _slice_sizes(leaf.shape[0], num_slices)
-        return leaf.narrow(0, sum(sizes[:index]), sizes[index])
-
-    return cut
 
 
 def as_microbatches(given: Sequence[Any], num_microbatches: int, *, has_target: bool) -> list[Microbatch]:
@@ -139,5 +152,7 @@ def _as_microbatch(one: Any, has_target: bool) -> Microbatch:
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     kwargs = inputs if isinstance(inputs, dict) else {}
     sizes = _batch_sizes((args, kwargs, target))
-    unwrapped = _rebuild((args, kwargs, target), lambda leaf: leaf.value if isinstance(leaf, NoChunk) else leaf)
-    return Microbatch(*unwrapped, num_samples=sizes[0] if sizes else 1)
+    args, kwargs, target = _rebuild(
+        (args, kwargs, target), lambda leaf: leaf.value if isinstance(leaf, NoChunk) else leaf
+    )
+    return Microbatch(args, kwargs, target, num_samples=sizes[0] if sizes else 1)

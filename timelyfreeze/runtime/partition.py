@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ def check_split_points(split_points: Sequence[int], num_children: int, num_stage
     """
     points = [int(point) for point in split_points]
     bounds = [0, *points, num_children]
-    if len(points) != num_stages - 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if len(points) != num_stages - 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise ValueError(
             problem(
                 "split_points",

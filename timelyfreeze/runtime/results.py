@@ -16,11 +16,9 @@ def mean_loss(done: EngineStep) -> tuple[torch.Tensor, float]:
     losses, counts = done.report.losses, done.report.counts
     with torch.no_grad():
         if counts[0] is None:
-            num_samples = sum(m.num_samples for m in done.microbatches)
-            total = torch.zeros((), dtype=losses[0].dtype, device=losses[0].device)
-            for loss, one in zip(losses, done.microbatches, strict=True):
-                total = total + loss.reshape(()) * (one.num_samples / num_samples)
-            return total, 1.0
+            weights = torch.tensor([m.num_samples for m in done.microbatches], dtype=torch.float64)
+            weights = (weights / weights.sum()).to(losses[0])
+            return torch.cat([loss.reshape(1) for loss in losses]).mul_(weights).sum(), 1.0
         count = float(sum(float(c) for c in counts))
         if count <= 0:
             raise ValueError(
@@ -34,7 +32,7 @@ def send_input_gradients(done: EngineStep) -> None:
     """Pass on the gradients of inputs that require them, to whatever made them."""
     roots, grads = [], []
     for one, received in zip(done.microbatches, done.report.input_grads, strict=True):
-        tensors = encode_call(one.args, one.kwargs)[0]
+        tensors = encode_call(one.args, one.kwargs)[0] if received else []
         for tensor, grad in zip(tensors, received, strict=False):
             if grad is not None and tensor.requires_grad:
                 roots.append(tensor)
@@ -52,6 +50,7 @@ def join_outputs(outputs: list[Any]) -> Any:
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """The factor that the scaler puts on gradients; None where it is switched off."""
     if not scaler.is_enabled():
         return None
-    return scaler.scale(torch.ones(()))  # type: ignore[no-any-return]
+    return scaler.scale(torch.ones(()))

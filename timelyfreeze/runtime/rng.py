@@ -41,5 +41,6 @@ class _ActionAwareGenerator:
 
 def follow_action_generator() -> None:
     """Install it once for the process. Off the stages' threads everything stays as it was."""
-    if not isinstance(torch.random.default_generator, _ActionAwareGenerator):
-        torch.random.default_generator = _ActionAwareGenerator(torch.random.default_generator)  # type: ignore[assignment]
+    module: Any = torch.random
+    if not isinstance(module.default_generator, _ActionAwareGenerator):
+        module.default_generator = _ActionAwareGenerator(module.default_generator)

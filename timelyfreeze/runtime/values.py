@@ -35,6 +35,8 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
     if isinstance(value, tuple):
         items = [_rebuild(item, leaf) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
