@@ -1,4 +1,4 @@
-"""Pipeline-parallel training for PyTorch that shortens each step by leaving out weight gradients where the schedule can use the time."""
+"""Pipeline-parallel training for PyTorch that leaves out weight gradients where the schedule can use the time."""
 
 from __future__ import annotations
 

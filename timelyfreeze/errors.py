@@ -42,19 +42,41 @@ def raise_all(error: type[Exception], problems: list[str]) -> None:
 
 
 class TimelyFreezeError(Exception):
-    """Base of every error that the package raises about its own work."""
+    """Base of every error that the package raises about its own work.
+
+    >>> issubclass(StageError, TimelyFreezeError)
+    True
+    """
 
 
 class ScheduleError(TimelyFreezeError):
-    """A schedule that cannot run: an action missing, doubled, on the wrong rank, or waiting for itself."""
+    """A schedule that cannot run: an action missing, doubled, on the wrong rank, or waiting for itself.
+
+    >>> from timelyfreeze.schedule import Schedule
+    >>> try:
+    ...     Schedule([["0F0"]])
+    ... except ScheduleError as error:
+    ...     "0B0" in str(error)
+    True
+    """
 
 
 class PlanError(TimelyFreezeError):
-    """A plan that cannot be made, read or applied."""
+    """A plan that cannot be made, read or applied.
+
+    >>> raise PlanError("no plan")
+    Traceback (most recent call last):
+    timelyfreeze.errors.PlanError: no plan
+    """
 
 
 class TransportError(TimelyFreezeError):
-    """Data did not get from one rank to another."""
+    """Data did not get from one rank to another.
+
+    >>> raise TransportError("rank 1 is gone")
+    Traceback (most recent call last):
+    timelyfreeze.errors.TransportError: rank 1 is gone
+    """
 
 
 class StageError(TimelyFreezeError):
@@ -65,6 +87,10 @@ class StageError(TimelyFreezeError):
         stage: the stage it belongs to.
         action: its text form, such as ``"1B3"``.
         step: the index of the step, counted from 0.
+
+    >>> error = StageError("stage 1 failed", rank=1, stage=1, action="1B3", step=7)
+    >>> error.action, error.step
+    ('1B3', 7)
     """
 
     def __init__(self, message: str, *, rank: int, stage: int, action: str, step: int) -> None:

@@ -1,3 +1,4 @@
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "core/program.h"
@@ -5,8 +6,6 @@
 #include "runtime/pipeline.h"
 #include "runtime/rng.h"
 #include "runtime/stage.h"
-
-#include <pybind11/stl.h>
 
 namespace py = pybind11;
 using namespace timelyfreeze;
@@ -20,7 +19,8 @@ std::shared_ptr<Program> make_program(const std::vector<std::vector<PyAction>>& 
   std::vector<std::vector<Action>> actions;
   for (const auto& rank : ranks) {
     auto& row = actions.emplace_back();
-    for (const auto& [stage, kind, microbatch] : rank) row.push_back({stage, static_cast<Kind>(kind.at(0)), microbatch});
+    for (const auto& [stage, kind, microbatch] : rank)
+      row.push_back({stage, static_cast<Kind>(kind.at(0)), microbatch});
   }
   return std::make_shared<Program>(actions, edges);
 }
@@ -58,16 +58,18 @@ void bind_request(py::module_& m) {
 
   py::class_<StepReport>(m, "StepReport")
       .def_readonly("losses", &StepReport::losses)
-      .def_property_readonly("counts", [](const StepReport& self) {
-        py::list counts;
-        for (const auto& count : self.counts) counts.append(count ? count : py::none());
-        return counts;
-      })
-      .def_property_readonly("outputs", [](const StepReport& self) {
-        py::list outputs;
-        for (const auto& output : self.outputs) outputs.append(output ? output : py::none());
-        return outputs;
-      })
+      .def_property_readonly("counts",
+                             [](const StepReport& self) {
+                               py::list counts;
+                               for (const auto& count : self.counts) counts.append(count ? count : py::none());
+                               return counts;
+                             })
+      .def_property_readonly("outputs",
+                             [](const StepReport& self) {
+                               py::list outputs;
+                               for (const auto& output : self.outputs) outputs.append(output ? output : py::none());
+                               return outputs;
+                             })
       .def_readonly("input_grads", &StepReport::input_grads)
       .def_readonly("start_s", &StepReport::start_s)
       .def_readonly("end_s", &StepReport::end_s)

@@ -26,7 +26,8 @@ Program::Program(const std::vector<std::vector<Action>>& ranks,
     if (rank_of(before) == rank_of(after)) {
       // The rank's own order keeps this one, or nothing can.
       if (before > after) {
-        throw std::invalid_argument(to_string(sink.action) + " stands before " + to_string(source.action) + ", which it needs");
+        throw std::invalid_argument(to_string(sink.action) + " stands before " + to_string(source.action) +
+                                    ", which it needs");
       }
       continue;
     }

@@ -31,11 +31,12 @@ void set_error(const std::exception_ptr& error) {
   } catch (const py::builtin_exception& caught) {
     caught.set_error();
   } catch (const NonFiniteLoss& caught) {
-    PyErr_SetString(PyExc_FloatingPointError,
-                    ("the loss of micro-batch " + std::to_string(caught.microbatch) + " is " + std::to_string(caught.loss) +
-                     "; the first value that is not finite leaves stage " + std::to_string(caught.first_stage) +
-                     ". Lower the learning rate, or pass check_finite=False to go on all the same.")
-                        .c_str());
+    PyErr_SetString(
+        PyExc_FloatingPointError,
+        ("the loss of micro-batch " + std::to_string(caught.microbatch) + " is " + std::to_string(caught.loss) +
+         "; the first value that is not finite leaves stage " + std::to_string(caught.first_stage) +
+         ". Lower the learning rate, or pass check_finite=False to go on all the same.")
+            .c_str());
   } catch (python_error& caught) {
     caught.restore();
   } catch (const c10::OutOfMemoryError& caught) {

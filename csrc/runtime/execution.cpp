@@ -41,7 +41,9 @@ bool Execution::perform(int32_t rank, const Instruction& instruction) {
   for (const int32_t reader : instruction.notifies) {
     Doorbell& doorbell = *doorbells_[static_cast<size_t>(reader)];
     // Taking the lock once orders this after a reader's check and before its sleep: no wake-up is lost.
-    { const std::lock_guard lock(doorbell.mutex); }
+    {
+      const std::lock_guard lock(doorbell.mutex);
+    }
     doorbell.rung.notify_one();
   }
   return true;
@@ -70,7 +72,9 @@ void Execution::run_inline() {
 
 void Execution::wake_all() {
   for (const auto& doorbell : doorbells_) {
-    { const std::lock_guard lock(doorbell->mutex); }
+    {
+      const std::lock_guard lock(doorbell->mutex);
+    }
     doorbell->rung.notify_all();
   }
 }

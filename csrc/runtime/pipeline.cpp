@@ -35,7 +35,8 @@ Pipeline::Pipeline(std::vector<std::shared_ptr<Stage>> stages, const std::vector
   }
   for (const int32_t rank : stage_to_rank_) {
     if (rank < 0 || rank >= static_cast<int32_t>(devices_.size())) {
-      throw std::invalid_argument("expected ranks below " + std::to_string(devices_.size()) + ", got " + std::to_string(rank));
+      throw std::invalid_argument("expected ranks below " + std::to_string(devices_.size()) + ", got " +
+                                  std::to_string(rank));
     }
   }
 }
@@ -72,11 +73,11 @@ StepReport Pipeline::run(StepRequest request) {
   }
   const int32_t num_active = step->request.run_inline ? 1 : static_cast<int32_t>(devices_.size());
   const double timeout_s = step->request.timeout_s;
-  const bool started = workers_.start(
-      [step](int32_t rank) { step->work(rank); }, num_active);
+  const bool started = workers_.start([step](int32_t rank) { step->work(rank); }, num_active);
   if (!started) {
     abort();
-    throw std::runtime_error("the pipeline is closed or a step is running on another thread. Call step() from one thread.");
+    throw std::runtime_error(
+        "the pipeline is closed or a step is running on another thread. Call step() from one thread.");
   }
   wait(*step, timeout_s);
   StepReport report;
@@ -117,7 +118,8 @@ void Pipeline::wait(Step& step, double timeout_s) {
     const auto now = Clock::now();
     if (PyErr_CheckSignals() != 0) stop(std::make_exception_ptr(py::error_already_set()));
     if (std::chrono::duration<double>(now - begin).count() > timeout_s && !step.cancel.cancelled()) {
-      PyErr_Format(PyExc_TimeoutError, "the step did not end within timeout_s=%d s. Raise timeout_s, or look for user code that hangs.",
+      PyErr_Format(PyExc_TimeoutError,
+                   "the step did not end within timeout_s=%d s. Raise timeout_s, or look for user code that hangs.",
                    static_cast<int>(timeout_s));
       stop(std::make_exception_ptr(py::error_already_set()));
     }

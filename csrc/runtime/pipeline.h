@@ -26,13 +26,13 @@ struct StepRequest {
   uint64_t seed = 0;
   uint64_t step = 0;
   double timeout_s = 600.0;
-  std::vector<Value> inputs;                // one a micro-batch
-  std::vector<pybind11::object> targets;    // one a micro-batch, or none
-  pybind11::object loss_fn;                 // None: the last stage takes the target and returns the loss
-  std::vector<double> weights;              // of each micro-batch's mean loss; a (sum, count) loss ignores them
-  std::optional<at::Tensor> grad_scale;     // multiplies the gradient of every loss
-  std::vector<at::Tensor> live;             // a stage: uint8 [microbatches, parameters]; none: nothing is frozen
-  std::vector<at::Tensor> needs_input_grad; // a stage: uint8 [microbatches]: wanted even where nothing below is live
+  std::vector<Value> inputs;                 // one a micro-batch
+  std::vector<pybind11::object> targets;     // one a micro-batch, or none
+  pybind11::object loss_fn;                  // None: the last stage takes the target and returns the loss
+  std::vector<double> weights;               // of each micro-batch's mean loss; a (sum, count) loss ignores them
+  std::optional<at::Tensor> grad_scale;      // multiplies the gradient of every loss
+  std::vector<at::Tensor> live;              // a stage: uint8 [microbatches, parameters]; none: nothing is frozen
+  std::vector<at::Tensor> needs_input_grad;  // a stage: uint8 [microbatches]: wanted even where nothing below is live
 };
 
 // What it left. Where it failed, `error` is set and nothing else but the times is.

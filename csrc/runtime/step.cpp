@@ -110,7 +110,8 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
   const auto id = static_cast<size_t>(instruction.id);
   if (device.is_accelerator()) started_[id] = device.mark();
   {
-    const MaskGuard mask(*pipeline_.stages_[static_cast<size_t>(action.stage)], request.train ? live_row(action) : nullptr);
+    const MaskGuard mask(*pipeline_.stages_[static_cast<size_t>(action.stage)],
+                         request.train ? live_row(action) : nullptr);
     if (action.kind == Kind::forward) {
       forward(action);
     } else {
@@ -141,8 +142,8 @@ void Pipeline::Step::forward(const Action& action) {
   const Message& message = inbox_[slot(action)];
   const uint8_t* live = live_row(action);
   const auto& trainable = stage.trainable();
-  bool record = forces_input_grad(action) ||
-                std::find(message.requires_grad.begin(), message.requires_grad.end(), true) != message.requires_grad.end();
+  bool record = forces_input_grad(action) || std::find(message.requires_grad.begin(), message.requires_grad.end(),
+                                                       true) != message.requires_grad.end();
   for (size_t i = 0; i < trainable.size() && !record; ++i) record = trainable[i] && (live == nullptr || live[i] != 0);
   record = record && request.train;
 
@@ -214,7 +215,8 @@ void Pipeline::Step::take_loss(const Action& action, const py::object& loss, boo
   if (!record) return;
   if (!tensor.requires_grad() && request.live.empty()) {
     throw py::value_error(
-        "the loss does not depend on any trainable parameter. Check that loss_fn uses the model's output and that nothing "
+        "the loss does not depend on any trainable parameter. Check that loss_fn uses the model's output and that "
+        "nothing "
         "on the way detaches it.");
   }
   if (tensor.requires_grad()) held.loss = tensor;

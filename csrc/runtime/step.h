@@ -56,13 +56,13 @@ class Pipeline::Step : public ActionRunner {
   Pipeline& pipeline_;
   const size_t num_microbatches_;
   const at::ThreadLocalState caller_;
-  std::vector<Message> inbox_;                     // a (stage, micro-batch)
-  std::vector<std::vector<Shipment>> gradients_;   // a (stage, micro-batch): of the stage's outputs
-  std::vector<Held> held_;                         // a (stage, micro-batch)
+  std::vector<Message> inbox_;                    // a (stage, micro-batch)
+  std::vector<std::vector<Shipment>> gradients_;  // a (stage, micro-batch): of the stage's outputs
+  std::vector<Held> held_;                        // a (stage, micro-batch)
   StepReport result_;
   std::vector<std::optional<c10::Event>> started_;  // an action, on accelerators
   std::vector<std::optional<c10::Event>> ended_;
-  std::vector<std::optional<c10::Event>> origin_;   // a rank
+  std::vector<std::optional<c10::Event>> origin_;  // a rank
 };
 
 }  // namespace timelyfreeze

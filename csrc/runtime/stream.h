@@ -3,7 +3,8 @@
 //
 // A stream runs what it was given in order, later; `event.record(stream)` marks a point in it, `event.block(stream)`
 // makes another stream wait for that point. c10::Stream and c10::Event behave so on CUDA. QueueStream and QueueEvent
-// below are their twin on CPU threads: a hand-over that forgets a wait is a data race there, which ThreadSanitizer sees.
+// below are their twin on CPU threads: a hand-over that forgets a wait is a data race there, which ThreadSanitizer
+// sees.
 #include <condition_variable>
 #include <cstdint>
 #include <functional>

@@ -1,0 +1,81 @@
+# Everything here works on a machine with Python 3.10+, g++ and make; all else comes from pip into .venv.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+
+# cmake, ninja, ruff, ... are those of the virtual environment.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# A build folder that stays, so that only what changed is compiled again.
+export TIMELYFREEZE_BUILD_DIR := $(CURDIR)/build/ext
+
+# One stamp a step of the set-up; a step runs again only when what it reads is newer than its stamp.
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+EXTENSION := build/.extension-installed
+CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# Stages are the unit of parallelism: one thread each, also in the tests.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-long lint format bench sanitize clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(EXTENSION)  ## make .venv, install what is pinned, build the extension
+
+train: $(EXTENSION)  ## run the main job; pass options as ARGS="--steps 200"
+	$(PY) -m timelyfreeze train $(ARGS)
+
+test: $(EXTENSION) $(DEV)  ## run the test suite
+	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not long" $(ARGS)
+
+test-long: $(EXTENSION) $(DEV)  ## run the tests that take minutes
+	$(ONE_THREAD) $(PY) -m pytest -n 2 -m long -o faulthandler_timeout=1800 $(ARGS)
+
+lint: $(DEV)  ## check style and types: ruff, mypy, clang-format
+	ruff check .
+	ruff format --check .
+	mypy timelyfreeze
+	clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: $(DEV)  ## rewrite the sources in the style that lint checks
+	ruff check --fix-only .
+	ruff format .
+	clang-format -i $(CXX_SOURCES)
+
+bench: $(EXTENSION) $(DEV)  ## run the benchmarks; rows go to bench/results
+	$(ONE_THREAD) $(PY) -m pytest bench -s $(ARGS)
+
+sanitize: sanitize-thread sanitize-address  ## run the C++ tests under Thread-, Address- and UBSanitizer
+
+sanitize-%: $(RUNTIME)
+	cmake -S . -B build/$@ -G Ninja -DTIMELYFREEZE_TESTS_ONLY=ON -DTIMELYFREEZE_SANITIZE=$*
+	cmake --build build/$@ --target timelyfreeze_core_tests
+	ctest --test-dir build/$@ --output-on-failure
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build timelyfreeze/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find timelyfreeze tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+$(RUNTIME): requirements/runtime.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	  sys.exit(v < (3, 10) and "expected Python 3.10 or newer, got %d.%d. Run make PYTHON=<a newer python3>." % v[:2])'
+	@echo "Installing the packages of $< into $(VENV)"
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -r $<
+	@touch $@
+
+$(DEV): requirements/dev.txt $(RUNTIME)
+	@echo "Installing the packages of $< into $(VENV)"
+	$(PIP_INSTALL) -r $<
+	@touch $@
+
+# Editable: a change in Python needs no new install.
+$(EXTENSION): $(RUNTIME) setup.py pyproject.toml CMakeLists.txt $(filter-out csrc/tests/%,$(CXX_SOURCES))
+	@echo "Building the extension (about a minute)"
+	$(PIP_INSTALL) --no-build-isolation --no-deps --editable .
+	@touch $@
