@@ -4,9 +4,7 @@ from typing import Any
 import torch
 
 class Program:
-    def __init__(
-        self, ranks: Sequence[Sequence[tuple[int, str, int]]], edges: Sequence[tuple[int, int]]
-    ) -> None: ...
+    def __init__(self, ranks: Sequence[Sequence[tuple[int, str, int]]], edges: Sequence[tuple[int, int]]) -> None: ...
     @property
     def num_actions(self) -> int: ...
 

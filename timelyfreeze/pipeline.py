@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
-from timelyfreeze.freezing import Freezing
+from timelyfreeze.freeze.session import FreezeSession, as_tensors, gradient_factors
 from timelyfreeze.runtime.arguments import check_arguments, children, default_devices, fit_devices, make_schedule
 from timelyfreeze.runtime.engine import Engine, EngineStep, StepTimes
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
@@ -123,7 +123,7 @@ class FreezingPipeline(nn.Module):
         self._step_index = 0
         self._engine: Engine | None = None
         self._closed = False
-        self.freezing = None if freeze is None else Freezing(freeze, self.schedule, seed)
+        self._freezing = None if freeze is None else FreezeSession(freeze, self.schedule, seed)
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(self._children_list)
         num_children = len(self._children_list)
         if given_stages or num_children == num_stages:
@@ -163,11 +163,13 @@ class FreezingPipeline(nn.Module):
             raise ValueError(problem("step()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
         slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
         engine = self._ready_engine(slices)
-        if self.freezing is not None:
-            self.freezing.attach(engine)
-        masks = None if self.freezing is None else self.freezing.begin_step(len(slices))
+        freezing = self._freezing
+        masks = None
+        if freezing is not None:
+            freezing.attach(engine.stages)
+            masks = freezing.controller.begin_step(engine.trainable(), len(slices))
         try:
-            with self._profiling():
+            with nullcontext() if freezing is None else freezing.profiling():
                 done = engine.run(
                     slices,
                     train=True,
@@ -178,42 +180,28 @@ class FreezingPipeline(nn.Module):
                     return_outputs=return_outputs,
                     check_finite=self._check_finite,
                     grad_scale=None if grad_scaler is None else scale_of(grad_scaler),
-                    masks=None if masks is None else masks.as_tensors(),
+                    masks=None if masks is None else as_tensors(masks),
                 )
             loss, divisor = mean_loss(done)
-            factors = self._gradient_factors(engine, 1.0 / divisor)
         except BaseException:
             engine.abort()
-            if self.freezing is not None:
-                self.freezing.abort_step()
+            if freezing is not None:
+                freezing.controller.abort_step()
             raise
-        engine.commit(factors)
+        scale = 1.0 / divisor
+        engine.commit(engine.uniform_factors(scale) if masks is None else gradient_factors(masks, scale))
         send_input_gradients(done)
         self._step_index += 1
-        if self.freezing is not None:
-            self.freezing.end_step(done.times.durations_s, complete=len(slices) == self.num_microbatches)
+        if freezing is not None:
+            freezing.controller.end_step(done.times.durations_s)
         return StepResult(
             loss=loss,
             outputs=done.report.outputs if return_outputs else None,
             step_time_s=done.times.step_time_s,
             phase="steady" if masks is None else masks.phase,
-            freeze_ratio=0.0 if masks is None else masks.mean_ratio,
+            freeze_ratio=0.0 if masks is None else masks.freeze_ratio,
             times=done.times,
         )
-
-    @contextmanager
-    def _profiling(self) -> Iterator[None]:
-        if self.freezing is None:
-            yield
-            return
-        with self.freezing.profiling():
-            yield
-
-    def _gradient_factors(self, engine: Engine, scale: float) -> list[list[float]]:
-        sizes = [len(parameters) for parameters in engine.ties.stage_parameters]
-        if self.freezing is None:
-            return [[scale] * size for size in sizes]
-        return [[scale * factor for factor in row] for row in self.freezing.rescale_factors(sizes)]
 
     # --- no gradient ------------------------------------------------------------------------------------------
 
@@ -258,27 +246,27 @@ class FreezingPipeline(nn.Module):
     @property
     def plan(self) -> Plan | None:
         """What is left out where, once it is known."""
-        return None if self.freezing is None else self.freezing.plan
+        return None if self._freezing is None else self._freezing.controller.plan
 
     def report(self) -> dict[str, Any]:
         """Planned and measured times by action, phases and plan switches so far, as plain data."""
         base = {"step": self._step_index, "schedule": self.schedule.name, "split_points": self._split_points}
-        return base | ({} if self.freezing is None else self.freezing.report())
+        return base | ({} if self._freezing is None else self._freezing.controller.report())
 
     def freeze_state_dict(self) -> dict[str, Any]:
         """Where training stands (step, phase, samples, plan): with it a resumed run goes on exactly."""
         state: dict[str, Any] = {"step": self._step_index, "split_points": self._split_points}
-        if self.freezing is not None:
-            state["freezing"] = self.freezing.state_dict()
+        if self._freezing is not None:
+            state["freezing"] = self._freezing.controller.state_dict()
         return state
 
     def load_freeze_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``freeze_state_dict`` was taken."""
-        if ("freezing" in state) != (self.freezing is not None):
+        if ("freezing" in state) != (self._freezing is not None):
             raise ValueError(
                 problem(
                     "freeze state",
-                    expected="freezing" if self.freezing is not None else "no freezing",
+                    expected="freezing" if self._freezing is not None else "no freezing",
                     got="freezing" if "freezing" in state else "no freezing",
                     hint="Create the pipeline with the freeze= that it was saved with.",
                 )
@@ -288,8 +276,8 @@ class FreezingPipeline(nn.Module):
             self._split_points = check_split_points(points, len(self._children_list), self.num_stages)
             self._build()
         self._step_index = int(state["step"])
-        if self.freezing is not None:
-            self.freezing.load_state_dict(state["freezing"])
+        if self._freezing is not None:
+            self._freezing.controller.load_state_dict(state["freezing"])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's own ``state_dict``."""
@@ -316,8 +304,8 @@ class FreezingPipeline(nn.Module):
         self._closed = True
         if self._engine is not None:
             self._engine.close()
-        if self.freezing is not None:
-            self.freezing.close()
+        if self._freezing is not None:
+            self._freezing.controller.close()
 
     def __enter__(self) -> FreezingPipeline:
         return self

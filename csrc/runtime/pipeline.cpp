@@ -27,7 +27,8 @@ Pipeline::Pipeline(std::vector<std::shared_ptr<Stage>> stages, const std::vector
     : stages_(std::move(stages)),
       stage_to_rank_(stage_to_rank),
       thread_ids_(devices.size()),
-      workers_(static_cast<int32_t>(devices.size())) {
+      workers_(static_cast<int32_t>(devices.size())),
+      differentiable_inputs_(stages_.size()) {
   for (const c10::Device& device : devices) devices_.emplace_back(device);
   if (stages_.empty() || stage_to_rank_.size() != stages_.size()) {
     throw std::invalid_argument("expected one rank for each of " + std::to_string(stages_.size()) + " stages, got " +

@@ -125,11 +125,16 @@ Value Pipeline::Step::receive(const Action& action, bool record, Held& held) {
   Message message = std::move(inbox_[slot(action)]);
   const RankDevice& device = device_of(action.stage);
   const bool forced = record && forces_input_grad(action);
+  auto& differentiable = pipeline_.differentiable_inputs_[static_cast<size_t>(action.stage)];
+  const auto carried = std::find(message.requires_grad.begin(), message.requires_grad.end(), true);
+  if (carried != message.requires_grad.end()) differentiable = message.requires_grad;
+  const bool known = differentiable.size() == message.tensors.size();
   Value value{{}, std::move(message.spec)};
   held.inputs.resize(message.tensors.size());
   for (size_t i = 0; i < message.tensors.size(); ++i) {
     at::Tensor tensor = device.receive(message.tensors[i]);
-    if (record && (message.requires_grad[i] || (forced && can_require_grad(tensor)))) {
+    const bool force = forced && can_require_grad(tensor) && (!known || differentiable[i]);
+    if (record && (message.requires_grad[i] || force)) {
       tensor = require_input_grad(tensor, held.inputs[i]);
     }
     value.tensors.push_back(std::move(tensor));

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -185,6 +186,18 @@ class Engine:
         if train and all(device.type == "cpu" for device in self.devices):
             self._mean_action_s = times.mean_action_s
         return EngineStep(report, times, microbatches)
+
+    def trainable(self) -> list[np.ndarray[Any, np.dtype[np.bool_]]]:
+        """The user's ``requires_grad`` flags, one array a stage, in the order of its parameters."""
+        owners = self.ties.owners
+        return [
+            np.array([owners.get(id(parameter), parameter).requires_grad for parameter in used], dtype=bool)
+            for used in self.ties.stage_parameters
+        ]
+
+    def uniform_factors(self, factor: float) -> list[list[float]]:
+        """The same factor for every parameter of every stage."""
+        return [[factor] * len(used) for used in self.ties.stage_parameters]
 
     def commit(self, factors: list[list[float]]) -> None:
         """Add the step's gradients, each times its factor, to the parameters' ``.grad``."""

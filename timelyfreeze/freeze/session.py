@@ -1,0 +1,79 @@
+"""Freezing as a pipeline uses it: profiles the stages once, then asks the controller what to leave out in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from timelyfreeze.freeze.controller import FreezeController
+from timelyfreeze.freeze.profile import record_forward
+from timelyfreeze.freeze.rates import measured_rates, nominal_rates
+from timelyfreeze.freeze.step_masks import StepMasks
+from timelyfreeze.freeze.work import parameter_work
+
+if TYPE_CHECKING:
+    from timelyfreeze.freeze.config import FreezeConfig
+    from timelyfreeze.schedule import Schedule
+
+
+class FreezeSession:
+    """What to leave out in each step of one pipeline.
+
+    Args:
+        config: the user's choices.
+        schedule: the pipeline's.
+        seed: masks draw from (seed, step, stage, micro-batch).
+    """
+
+    def __init__(self, config: FreezeConfig, schedule: Schedule, seed: int) -> None:
+        self.controller = FreezeController(config, schedule, seed)
+        # Masks under a fixed plan shall repeat from run to run, so they must not depend on what a clock says.
+        self._rates_of = measured_rates if config.fixed_plan is None else nominal_rates
+        self._stages: Sequence[nn.Module] = []
+        self._names: list[list[str]] = []
+
+    def attach(self, stages: Sequence[nn.Module]) -> None:
+        """Say which modules the stages are now. Where their parameters are others than before, they are profiled."""
+        names = [[name for name, _ in stage.named_parameters()] for stage in stages]
+        if self._names and names != self._names:
+            self.controller.forget_work()
+        self._stages, self._names = stages, names
+
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Around a step: where the parameters' work is not known yet, it is found out from what runs inside."""
+        if not self.controller.needs_work:
+            yield
+            return
+        with ExitStack() as recording:
+            profiles = [recording.enter_context(record_forward(stage)) for stage in self._stages]
+            yield
+        self.controller.set_work([parameter_work(profile, self._rates_of) for profile in profiles])
+
+
+def as_tensors(masks: StepMasks) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Masks as the runtime takes them, uint8, one tensor a stage.
+
+    Returns:
+        Which parameters are live ``[microbatches, parameters]``; and for which micro-batches an input gradient is
+        computed although nothing below is live ``[microbatches]``: where lower bounds are measured.
+    """
+    live = [torch.from_numpy(np.ascontiguousarray(stage)).view(torch.uint8) for stage in masks.live]
+    live_below = np.zeros(masks.needs_input_grad.shape[1], dtype=bool)
+    forced = []
+    for stage, needed in zip(masks.live, masks.needs_input_grad, strict=True):
+        forced.append(torch.from_numpy(needed & ~live_below).view(torch.uint8))
+        live_below = live_below | stage.any(axis=1)
+    return live, forced
+
+
+def gradient_factors(masks: StepMasks, scale: float) -> list[list[float]]:
+    """What each parameter's gradient is multiplied by: ``scale``, over its chance of being live if that is asked for."""
+    if masks.live_probability is None:
+        return [[scale] * stage.shape[1] for stage in masks.live]
+    return [np.where(row > 0, scale / np.maximum(row, 1e-12), scale).tolist() for row in masks.live_probability]

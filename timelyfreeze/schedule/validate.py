@@ -1,0 +1,235 @@
+"""Refuse schedules that cannot run, and say where."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from timelyfreeze.errors import ScheduleError, problem
+from timelyfreeze.schedule.actions import Action, Kind
+from timelyfreeze.schedule.graph import Graph, link_actions
+from timelyfreeze.schedule.grid import draw_grid
+
+_SHOWN = 10  # faults in one message; a shuffled schedule of 2,048 actions can have thousands
+
+Locate = Callable[[int, int], str]
+
+
+class CheckedRanks(NamedTuple):
+    """The orders of a schedule that can run, and what follows from them."""
+
+    ranks: list[list[Action]]
+    num_microbatches: int
+    stage_to_rank: list[int]
+    graph: Graph
+
+
+class _Fault(NamedTuple):
+    text: str
+    at: tuple[int, int] | None  # (rank, position)
+
+
+class _Place(NamedTuple):
+    rank: int
+    position: int
+
+
+def check_ranks(ranks: Iterable[Iterable[Action | str]], locate: Locate | None = None) -> CheckedRanks:
+    """Check that every action is there once, on its stage's rank, and that none waits for itself.
+
+    ``locate`` turns a (rank, position) into words for messages, such as a file's row and column.
+
+    Raises:
+        ScheduleError: with every fault, and the grid with an arrow at the first.
+        TypeError, ValueError: something in ``ranks`` is not an action.
+    """
+    orders = _as_actions(ranks)
+    locate = locate or (lambda rank, position: f"rank {rank}, position {position}")
+    faults = _check_shape(orders)
+    if not faults:
+        places: dict[Action, list[_Place]] = defaultdict(list)
+        for rank, order in enumerate(orders):
+            for position, action in enumerate(order):
+                places[action].append(_Place(rank, position))
+        owner = _owners(orders)
+        faults = _check_numbers(orders, places)
+        faults += _check_once(places, owner, locate)
+        faults += _check_owner(places, owner)
+        faults += _check_own_order(places)
+    if not faults:
+        graph = link_actions(orders, len(owner))
+        faults = _check_circle(graph, places)
+    if faults:
+        raise ScheduleError(_message(faults, orders, locate))
+    num_microbatches = max(action.microbatch for order in orders for action in order) + 1
+    return CheckedRanks(orders, num_microbatches, [owner[stage] for stage in range(len(owner))], graph)
+
+
+def _as_actions(ranks: Iterable[Iterable[Action | str]]) -> list[list[Action]]:
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+        raise TypeError(
+            problem("not a schedule", expected="a list of actions for every rank", got=type(ranks).__name__)
+        )
+    orders: list[list[Action]] = []
+    for rank, order in enumerate(ranks):
+        if isinstance(order, (str, bytes)) or not isinstance(order, Iterable):
+            raise TypeError(
+                problem("not an order of actions", expected="a list", got=type(order).__name__, where=f"rank {rank}")
+            )
+        orders.append([_as_action(item, rank, position) for position, item in enumerate(order)])
+    return orders
+
+
+def _as_action(item: Action | str, rank: int, position: int) -> Action:
+    where = f"rank {rank}, position {position}"
+    if isinstance(item, str):
+        try:
+            return Action.parse(item)
+        except ValueError as error:
+            raise ValueError(f"{error} ({where})") from None
+    if isinstance(item, tuple) and len(item) == 3:
+        stage, kind, microbatch = item
+        whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (stage, microbatch))
+        if whole and isinstance(kind, str) and kind in {k.value for k in Kind}:
+            return Action(stage, Kind(kind), microbatch)
+    raise TypeError(problem("not an action", expected="an Action or a text such as '0F1'", got=repr(item), where=where))
+
+
+def _check_shape(orders: Sequence[Sequence[Action]]) -> list[_Fault]:
+    if not any(orders):
+        return [_Fault("a schedule without actions", None)]
+    faults = [_Fault(f"rank {rank} has no actions; leave it out", None) for rank, o in enumerate(orders) if not o]
+    for rank, order in enumerate(orders):
+        for position, action in enumerate(order):
+            if action.stage < 0 or action.microbatch < 0:
+                faults.append(
+                    _Fault(f"{action} has a negative number; stages and micro-batches count from 0", (rank, position))
+                )
+    return faults
+
+
+def _owners(orders: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """The rank of every stage: where most of its actions are."""
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    for rank, order in enumerate(orders):
+        for action in order:
+            votes[action.stage][rank] += 1
+    return {stage: max(counter, key=lambda rank: (counter[rank], -rank)) for stage, counter in votes.items()}
+
+
+def _check_numbers(orders: Sequence[Sequence[Action]], places: dict[Action, list[_Place]]) -> list[_Fault]:
+    """Stages and micro-batches are 0, 1, 2, ... without a gap, and every stage has the same micro-batches."""
+    faults = []
+    by_stage: dict[int, set[int]] = defaultdict(set)
+    first: dict[int, _Place] = {}
+    for action, where in places.items():
+        by_stage[action.stage].add(action.microbatch)
+        first.setdefault(action.stage, where[0])
+    top = max(by_stage)
+    if len(by_stage) <= top:
+        gap = next(stage for stage in range(top) if stage not in by_stage)
+        at = first[min(stage for stage in by_stage if stage > gap)]
+        faults.append(_Fault(f"stage {gap} has no actions, though the stages go up to {top}", at))
+    everywhere = set().union(*by_stage.values())
+    highest = max(everywhere)
+    if len(everywhere) <= highest:
+        gap = next(number for number in range(highest) if number not in everywhere)
+        at = next(where[0] for action, where in places.items() if action.microbatch > gap)
+        faults.append(_Fault(f"micro-batch {gap} has no actions, though the micro-batches go up to {highest}", at))
+    for stage, present in sorted(by_stage.items()):
+        if len(present) < len(everywhere):
+            missing = sorted(everywhere - present)
+            faults.append(
+                _Fault(
+                    f"stage {stage} has {len(present)} micro-batches where {len(everywhere)} exist: "
+                    f"no {_some(missing)}; every stage needs every micro-batch",
+                    first[stage],
+                )
+            )
+    return faults
+
+
+def _check_once(places: dict[Action, list[_Place]], owner: dict[int, int], locate: Locate) -> list[_Fault]:
+    """Each (stage, micro-batch) has one F and either one B or one I and one W."""
+    faults = []
+    for action, where in places.items():
+        if len(where) > 1:
+            also = ", ".join(locate(*place) for place in where[:3])
+            faults.append(_Fault(f"{action} is there {len(where)} times ({also})", where[-1]))
+    seen = sorted({(action.stage, action.microbatch) for action in places})
+    for stage, microbatch in seen:
+        here = {kind: places.get(Action(stage, kind, microbatch)) for kind in Kind}
+        at = next(where[0] for where in here.values() if where)
+        if not here[Kind.F]:
+            faults.append(_Fault(f"{stage}F{microbatch} is missing on rank {owner[stage]}", at))
+        halves = [kind for kind in (Kind.I, Kind.W) if here[kind]]
+        if here[Kind.B] and halves:
+            names = " and ".join(f"{stage}{kind}{microbatch}" for kind in halves)
+            text = f"{stage}B{microbatch} is a whole backward, yet {names} is there too"
+            faults.append(_Fault(text, places[Action(stage, Kind.B, microbatch)][0]))
+        elif len(halves) == 1:
+            lacking = Kind.W if halves[0] is Kind.I else Kind.I
+            faults.append(_Fault(f"{stage}{lacking}{microbatch} is missing on rank {owner[stage]}", at))
+        elif not here[Kind.B] and not halves:
+            faults.append(_Fault(f"{stage}B{microbatch} is missing on rank {owner[stage]}", at))
+    return faults
+
+
+def _check_owner(places: dict[Action, list[_Place]], owner: dict[int, int]) -> list[_Fault]:
+    return [
+        _Fault(f"{action} is on rank {place.rank}, but stage {action.stage} is on rank {owner[action.stage]}", place)
+        for action, where in places.items()
+        for place in where
+        if place.rank != owner[action.stage]
+    ]
+
+
+def _check_own_order(places: dict[Action, list[_Place]]) -> list[_Fault]:
+    """F before B and I, and I before W, of one stage and micro-batch."""
+    faults = []
+    for action, where in places.items():
+        earlier = Kind.I if action.kind is Kind.W else Kind.F
+        if action.kind is Kind.F:
+            continue
+        source = places.get(Action(action.stage, earlier, action.microbatch))
+        if source and source[0].rank == where[0].rank and source[0].position > where[0].position:
+            faults.append(
+                _Fault(f"{action} comes before {action.stage}{earlier}{action.microbatch}, which it needs", where[0])
+            )
+    return faults
+
+
+def _check_circle(graph: Graph, places: dict[Action, list[_Place]]) -> list[_Fault]:
+    if len(graph.order) == len(graph.actions):
+        return []
+    stuck = set(range(len(graph.actions))) - set(graph.order)
+    # Every stuck node waits for a stuck node, so walking back from any of them must come round.
+    node = min(stuck)
+    path: dict[int, int] = {}
+    while node not in path:
+        path[node] = len(path)
+        node = next(source for source in (graph.data[node], graph.previous[node]) if source in stuck)
+    circle = [graph.actions[step] for step, number in path.items() if number >= path[node]]
+    names = [str(action) for action in circle]
+    shown = names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], f"({len(names) - _SHOWN + 1} more)"]
+    text = "no rank can go on: " + " waits for ".join([*shown, names[0]])
+    return [_Fault(text, places[circle[0]][0])]
+
+
+def _message(faults: list[_Fault], orders: Sequence[Sequence[Action]], locate: Locate) -> str:
+    lines = [f"the schedule cannot run: {len(faults)} fault{'s' if len(faults) > 1 else ''}."]
+    for number, fault in enumerate(faults[:_SHOWN], 1):
+        where = f" ({locate(*fault.at)})" if fault.at is not None else ""
+        lines.append(f"  {number}. {fault.text}{where}.")
+    if len(faults) > _SHOWN:
+        lines.append(f"  and {len(faults) - _SHOWN} more.")
+    arrow = next((fault.at for fault in faults if fault.at is not None), None)
+    if arrow is not None:
+        lines.append(draw_grid(orders, arrow))
+    return "\n".join(lines)
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:5])
+    return f"micro-batch {shown}" + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
