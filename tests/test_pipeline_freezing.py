@@ -204,7 +204,7 @@ def test_checkpointing_under_masks_equals_no_checkpointing(use_reentrant, drawn)
     grads = []
     for reentrant in (None, use_reentrant):
         torch.manual_seed(0)
-        stages = [nn.Linear(6, 6), Noisy(reentrant), Noisy(reentrant)]
+        stages = [nn.Sequential(nn.Linear(6, 6), Noisy(reentrant)), Noisy(reentrant), Noisy(reentrant)]
         config = FreezeConfig(plan=fixed_plan(3, 4, 0.6), ramp_steps=0)
         with FreezingPipeline(stages, num_microbatches=4, loss_fn=F.mse_loss, freeze=config) as pipe:
             for _ in range(5):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import BinaryIO
+
+from timelyfreeze.errors import PlanError
 
 
 def write_atomically(path: str | PathLike[str], data: str | bytes) -> None:
@@ -46,6 +49,21 @@ def open_atomically(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     _sync_folder(folder)
+
+
+def read_json(path: str | PathLike[str]) -> object:
+    """Read the JSON value in a UTF-8 file.
+
+    Raises:
+        PlanError: the file does not hold whole JSON text.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        raw = file.read()
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"cannot read {os.fspath(path)}: it does not hold whole JSON text ({error})") from error
 
 
 def _sync_folder(folder: str) -> None:

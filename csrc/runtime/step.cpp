@@ -254,7 +254,8 @@ void Pipeline::Step::backward(const Action& action) {
     roots.push_back(held.loss);
     root_grads.push_back(std::move(seed));
   }
-  for (size_t i = 0; i < arrived.size(); ++i) {
+  // Nothing is held where this stage recorded no graph; a gradient may have been sent all the same, to be timed.
+  for (size_t i = 0; i < std::min(arrived.size(), held.outputs.size()); ++i) {
     if (!arrived[i].tensor.defined() || !held.outputs[i].defined()) continue;
     roots.push_back(held.outputs[i]);
     root_grads.push_back(device.receive(arrived[i]));

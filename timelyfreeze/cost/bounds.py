@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
 
 from timelyfreeze.errors import PlanError, problem, raise_all
-from timelyfreeze.files import write_atomically
+from timelyfreeze.files import read_json, write_atomically
 from timelyfreeze.schedule import Action, Kind, Schedule
-from timelyfreeze.schedule.simulate import Transfers, check_transfers
+from timelyfreeze.schedule.checks import Transfers, check_transfers, is_time, some
 
 _FORMAT = "timelyfreeze-costs"
 _VERSION = 1
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -50,21 +48,21 @@ class ActionCosts:
                 raise TypeError(problem(name, expected="a mapping from Action to seconds", got=type(bounds).__name__))
             odd = [repr(action) for action in bounds if not isinstance(action, Action)]
             if odd:
-                raise TypeError(problem(f"keys of {name}", expected="Action", got=_some(odd)))
-            bad = [f"{action}: {time!r}" for action, time in bounds.items() if not _is_time(time)]
+                raise TypeError(problem(f"keys of {name}", expected="Action", got=some(odd)))
+            bad = [f"{action}: {time!r}" for action, time in bounds.items() if not is_time(time)]
             if bad:
-                faults.append(problem(name, expected="finite seconds, at least 0", got=_some(bad)))
+                faults.append(problem(name, expected="finite seconds, at least 0", got=some(bad)))
         raise_all(ValueError, faults)
         unknown = [str(action) for action in self.lower_s if action not in self.upper_s]
         if unknown:
-            faults.append(problem("lower_s has actions that upper_s lacks", got=_some(unknown)))
+            faults.append(problem("lower_s has actions that upper_s lacks", got=some(unknown)))
         crossed = [
             f"{action}: {low!r} > {self.upper_s[action]!r}"
             for action, low in self.lower_s.items()
             if action in self.upper_s and low > self.upper_s[action]
         ]
         if crossed:
-            faults.append(problem("lower bounds above upper bounds", got=_some(crossed)))
+            faults.append(problem("lower bounds above upper bounds", got=some(crossed)))
         raise_all(ValueError, faults)
         check_transfers(self.transfer_s)
         lower = {action: self.lower_s.get(action, upper) for action, upper in self.upper_s.items()}
@@ -87,10 +85,10 @@ class ActionCosts:
         missing = [str(action) for action in schedule.actions if action not in self.upper_s]
         unknown = [str(action) for action in self.upper_s if action not in known]
         if missing:
-            faults.append(problem("costs lack actions of the schedule", got=_some(missing), where=schedule.name))
+            faults.append(problem("costs lack actions of the schedule", got=some(missing), where=schedule.name))
         if unknown:
             faults.append(
-                problem("costs have actions that are not in the schedule", got=_some(unknown), where=schedule.name)
+                problem("costs have actions that are not in the schedule", got=some(unknown), where=schedule.name)
             )
         raise_all(ValueError, faults)
         check_transfers(self.transfer_s, schedule.num_stages)
@@ -142,32 +140,13 @@ class ActionCosts:
             PlanError: it holds something else; names the file and what is wrong.
             OSError: it cannot be read.
         """
-        return cls.from_json(read_json(path))
-
-
-def read_json(path: str | PathLike[str]) -> object:
-    """The JSON value in a file; PlanError naming the file where it is damaged, OSError where it cannot be read."""
-    with open(path, "rb") as file:
-        raw = file.read()
-    try:
-        return json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"cannot read {fspath(path)}: it is not whole JSON text ({error})") from error
+        data = read_json(path)
+        try:
+            return cls.from_json(data)
+        except PlanError as error:
+            raise PlanError(f"{fspath(path)}: {error}") from error
 
 
 def _parse_pair(text: str) -> tuple[int, int]:
     before, _, after = text.partition(">")
     return int(before), int(after)
-
-
-def _is_time(value: object) -> bool:
-    return (
-        not isinstance(value, (bool, str, bytes))
-        and hasattr(value, "__float__")
-        and math.isfinite(float(value))
-        and float(value) >= 0
-    )
-
-
-def _some(texts: list[str]) -> str:
-    return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

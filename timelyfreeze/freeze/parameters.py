@@ -28,6 +28,8 @@ class ParameterWork:
             by default each is its own.
         used: whether the profiled forward used it, ``[num_parameters]``; by default all.
         palette_size: the stage draws from so many fixed masks (compiled stages); None: from all.
+        reentrant: forward has reentrantly checkpointed regions. They give no gradient to what is inside unless one of
+            their inputs carries one, so the stage's input must, wherever something in the stage is live.
 
     Raises:
         ValueError: lengths differ, a time is negative or not finite, or ``forward_order`` is no permutation.
@@ -42,6 +44,7 @@ class ParameterWork:
     groups: NDArray[np.int64] = None  # type: ignore[assignment]
     used: NDArray[np.bool_] = None  # type: ignore[assignment]
     palette_size: int | None = None
+    reentrant: bool = False
 
     def __post_init__(self) -> None:
         names = tuple(self.names)
@@ -81,6 +84,7 @@ class ParameterWork:
             "groups": self.groups.tolist(),
             "used": self.used.tolist(),
             "palette_size": self.palette_size,
+            "reentrant": self.reentrant,
         }
 
     @classmethod
@@ -93,4 +97,5 @@ class ParameterWork:
             data["groups"],
             data["used"],
             data["palette_size"],
+            bool(data["reentrant"]),
         )

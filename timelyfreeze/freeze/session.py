@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,8 @@ from timelyfreeze.freeze.profile import record_forward
 from timelyfreeze.freeze.rates import measured_rates, nominal_rates
 from timelyfreeze.freeze.step_masks import StepMasks
 from timelyfreeze.freeze.work import parameter_work
+
+_ALL_OR_NOTHING = 2  # masks in a palette
 
 if TYPE_CHECKING:
     from timelyfreeze.freeze.config import FreezeConfig
@@ -53,7 +56,12 @@ class FreezeSession:
         with ExitStack() as recording:
             profiles = [recording.enter_context(record_forward(stage)) for stage in self._stages]
             yield
-        self.controller.set_work([parameter_work(profile, self._rates_of) for profile in profiles])
+        works = [parameter_work(profile, self._rates_of) for profile in profiles]
+        if works[0].reentrant:
+            # The first stage's input carries no gradient, so a frozen prefix would cut off the regions behind it too:
+            # there all is live or nothing.
+            works[0] = replace(works[0], palette_size=_ALL_OR_NOTHING)
+        self.controller.set_work(works)
 
 
 def as_tensors(masks: StepMasks) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

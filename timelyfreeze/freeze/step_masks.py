@@ -119,6 +119,7 @@ class StepDrawer:
         stage_live = np.stack([mask.any(axis=1) for mask in live])
         needs = np.zeros_like(stage_live)
         needs[1:] = np.logical_or.accumulate(stage_live[:-1], axis=0)
+        needs[1:] |= stage_live[1:] & np.array([work.reentrant for work in self.work or []])[1:, None]
         return StepMasks(
             live=live,
             needs_input_grad=needs,

@@ -70,6 +70,7 @@ def parameter_work(profile: StageProfile, rates_of: RatesOf = measured_rates) ->
         groups=np.array(_groups(profile), dtype=np.int64),
         used=np.array(used, dtype=bool),
         palette_size=profile.palette_size,
+        reentrant=profile.opaque,
     )
 
 

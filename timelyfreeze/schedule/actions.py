@@ -10,7 +10,11 @@ from timelyfreeze.errors import problem
 
 
 class Kind(str, Enum):
-    """The kinds of work, with the letters that torch.distributed.pipelining uses for them."""
+    """The kinds of work, with the letters that torch.distributed.pipelining uses for them.
+
+    >>> Kind("B").name, str(Kind.F)
+    ('B', 'F')
+    """
 
     F = "F"  # forward
     B = "B"  # full backward: input gradient and weight gradient

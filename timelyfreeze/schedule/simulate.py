@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.schedule.actions import Action, Kind
+from timelyfreeze.schedule.checks import Transfers, check_transfers, is_time, some
 from timelyfreeze.schedule.core import Schedule
 from timelyfreeze.schedule.graph import NOTHING, Graph, graph_of
-
-Transfers = float | Mapping[tuple[int, int], float]
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -105,48 +102,19 @@ def transfer_times(schedule: Schedule, transfer_s: Transfers) -> list[float]:
     return [float(transfer_s) if sent else 0.0 for sent in graph.crosses_ranks]
 
 
-def check_transfers(transfer_s: Transfers, num_stages: int | None = None) -> None:
-    """Raise ValueError unless all times are finite and not negative, and all pairs neighbouring stages."""
-    times = transfer_s if isinstance(transfer_s, Mapping) else {None: transfer_s}
-    faults = []
-    for pair, time in times.items():
-        where = f"stages {pair}" if pair is not None else None
-        if not _is_time(time):
-            faults.append(problem("transfer_s", expected="finite seconds, at least 0", got=repr(time), where=where))
-        if pair is None:
-            continue
-        limit = math.inf if num_stages is None else num_stages
-        valid = isinstance(pair, tuple) and len(pair) == 2 and all(type(stage) is int for stage in pair)
-        if not valid or abs(pair[0] - pair[1]) != 1 or min(pair) < 0 or max(pair) >= limit:
-            expected = "(stage, neighbouring stage)" + (f" below {num_stages}" if num_stages is not None else "")
-            faults.append(problem("transfer_s", expected=expected, got=repr(pair)))
-    raise_all(ValueError, faults[:_SHOWN])
-
-
 def _check(graph: Graph, durations_s: Mapping[Action, float], skipped: set[Action]) -> None:
     index = graph.index
     faults = []
     missing = [str(action) for action in graph.actions if action not in durations_s and action not in skipped]
     unknown = [str(action) for action in durations_s if action not in index]
-    bad = [f"{action}: {time!r}" for action, time in durations_s.items() if not _is_time(time)]
+    bad = [f"{action}: {time!r}" for action, time in durations_s.items() if not is_time(time)]
     forward = [str(action) for action in skipped if action not in index or action.kind is Kind.F]
     if missing:
-        faults.append(problem("durations_s lacks actions of the schedule", got=_some(missing)))
+        faults.append(problem("durations_s lacks actions of the schedule", got=some(missing)))
     if unknown:
-        faults.append(problem("durations_s has actions that are not in the schedule", got=_some(unknown)))
+        faults.append(problem("durations_s has actions that are not in the schedule", got=some(unknown)))
     if bad:
-        faults.append(problem("durations_s", expected="finite seconds, at least 0", got=_some(bad)))
+        faults.append(problem("durations_s", expected="finite seconds, at least 0", got=some(bad)))
     if forward:
-        faults.append(problem("skipped", expected="backward actions of the schedule", got=_some(forward)))
+        faults.append(problem("skipped", expected="backward actions of the schedule", got=some(forward)))
     raise_all(ValueError, faults)
-
-
-def _is_time(value: object) -> bool:
-    try:
-        return math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
-    except (TypeError, OverflowError):
-        return False
-
-
-def _some(texts: list[str]) -> str:
-    return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

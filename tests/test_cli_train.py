@@ -1,0 +1,370 @@
+"""`timelyfreeze train` from end to end, on sizes that take a moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from timelyfreeze.cli import metrics
+from timelyfreeze.cli.checkpoint import Checkpoint
+from timelyfreeze.cli.main import main
+from timelyfreeze.cost import ActionCosts
+from timelyfreeze.planner import make_plan
+from timelyfreeze.schedule import Kind, Schedule, create_schedule
+
+MICROBATCHES = 4
+STEPS = 6
+TINY = (
+    *("--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--microbatch-size", "1"),
+    *("--microbatches", str(MICROBATCHES), "--max-ratio", "0.5", "--validation-sequences", "8", "--seed", "3"),
+    *("--learning-rate", "0.01", "--learning-rate-warmup", "2", "--evaluate-every", "2", "--device", "cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("text")
+    for index in range(40):
+        (root / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog " * (index + 1))
+    return root
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fixed plan: backward takes twice a forward, and half of it when frozen."""
+    schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=MICROBATCHES)
+    upper_s = {a: 2.0 if a.kind is Kind.B else 1.0 for a in schedule.actions}
+    lower_s = {a: 1.0 if a.stage else 0.0 for a in schedule.actions if a.kind is Kind.B}
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    make_plan(schedule, ActionCosts(upper_s, lower_s), max_ratio=0.5).save(path)
+    return path
+
+
+def run(*arguments: object, steps: int | None = STEPS) -> int:
+    length = () if steps is None else ("--steps", str(steps))
+    return main(["train", *map(str, arguments), *length])
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[tuple[str, int], Any]:
+    """(run, step) -> what must not depend on clocks."""
+    kept = ("loss", "phase", "freeze_ratio", "validation_loss", "predicted_s")
+    found = {(row["run"], row["step"]): tuple(row[name] for name in kept) for row in rows(folder)}
+    assert len(found) == len(rows(folder)), "a step is there twice"
+    return found
+
+
+def all_steps(steps: int = STEPS) -> set[tuple[str, int]]:
+    return {(name, step) for name in ("plain", "timelyfreeze", "fewer") for step in range(steps + 1)}
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run under a fixed plan that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run(*TINY, "--text", text, "--plan", plan, "--out", folder) == 0
+    return folder
+
+
+def test_a_run_leaves_its_files_and_prints_its_table(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, folder = 40, tmp_path / "deep" / "run"
+    assert run(*TINY, "--text", text, "--out", folder, steps=steps) == 0
+    assert {p.name for p in folder.iterdir()} == {
+        *("config.json", "metrics.jsonl", "plan.json", "table.txt", "checkpoint.pt")
+    }
+    table = (folder / "table.txt").read_text()
+    assert capsys.readouterr().out.endswith(table + "\n")
+    for line, name in zip(table.splitlines()[3:6], ("plain ", "timelyfreeze ", "plain, M = 2 "), strict=True):
+        assert line.startswith(name)
+    assert "No times" not in table
+    found = losses(folder)
+    assert set(found) == all_steps(steps)
+    assert found["plain", 0] == found["timelyfreeze", 0], "the runs start from different weights"
+    assert [found["plain", s][0] for s in (1, 2)] == [found["timelyfreeze", s][0] for s in (1, 2)], "or batches"
+    phases = [found["timelyfreeze", step][1] for step in range(1, steps + 1)]
+    assert phases[0] == "warmup"
+    assert phases[-1] == "steady"
+    assert max(found["timelyfreeze", step][2] for step in range(1, steps + 1)) > 0.2
+    assert all(found["plain", step][2] == 0 for step in range(1, steps + 1))
+    assert found["plain", steps][0] < found["plain", 1][0]
+    by_run = {name: [row for row in rows(folder) if row["run"] == name][1:] for name in ("plain", "fewer")}
+    for name, tokens in (("plain", 32), ("fewer", 16)):
+        last = by_run[name][-1]
+        assert last["tokens_per_s"] * last["step_time_s"] == pytest.approx(tokens)
+        assert last["elapsed_s"] == pytest.approx(sum(row["step_time_s"] for row in by_run[name]))
+        assert last["saved_bytes"] > 0
+        assert all(row["saved_bytes"] is None for row in by_run[name][:-1])
+    config = json.loads((folder / "config.json").read_text())
+    assert config["options"]["text"] == [str(text)]
+    assert config["text"]["num_files"] == 40
+
+
+def test_no_compare_runs_freezing_alone(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TINY, "--text", text, "--no-compare", "--out", tmp_path, steps=2) == 0
+    assert {row["run"] for row in rows(tmp_path)} == {"timelyfreeze"}
+    assert "plain" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--tied",),
+        ("--dtype", "bfloat16"),
+        ("--schedule", "gpipe"),
+        ("--stages", "4"),
+        ("--stages", "1"),
+        ("--max-ratio", "0"),
+        ("--max-ratio", "1"),
+        ("--microbatches", "1"),
+    ],
+)
+def test_options_run(text: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TINY, "--text", text, *options, steps=2) == 0
+    out = capsys.readouterr().out
+    fewer = "plain, M = " in out
+    assert fewer == (options not in (("--max-ratio", "0"), ("--microbatches", "1")))
+
+
+class _Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def when(monkeypatch: pytest.MonkeyPatch, at: tuple[str, int], act: Callable[[], None]) -> None:
+    """Call ``act`` when the row of a step is written down."""
+    append = metrics.MetricsLog.append
+
+    def watched(self: metrics.MetricsLog, row: metrics.StepRow) -> None:
+        append(self, row)
+        if (row.run, row.step) == at:
+            act()
+
+    monkeypatch.setattr(metrics.MetricsLog, "append", watched)
+
+
+def kill() -> None:
+    raise _Killed
+
+
+@pytest.mark.parametrize(
+    "at", [("plain", 1), ("plain", STEPS), ("timelyfreeze", 1), ("timelyfreeze", 4), ("fewer", 2), ("fewer", STEPS)]
+)
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    text: Path,
+    plan: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    at: tuple[str, int],
+) -> None:
+    folder, own_plan = tmp_path / "run", tmp_path / "plan.json"
+    shutil.copy(plan, own_plan)
+    with monkeypatch.context() as patch:
+        when(patch, at, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*TINY, "--text", text, "--plan", own_plan, "--out", folder) == 130
+    assert f"stopped after step {at[1]} of {at[0]}" in capsys.readouterr().err
+    assert Checkpoint.load(folder / "checkpoint.pt").done[-1] == at
+    own_plan.unlink()  # the folder holds all that resuming needs
+    before = {(row["run"], row["step"]): row for row in rows(folder)}
+    torch.manual_seed(99)
+    assert run("--resume", folder, steps=None) == 0
+    assert losses(folder) == losses(whole)
+    after = {(row["run"], row["step"]): row for row in rows(folder)}
+    assert {key: after[key] for key in before} == before, "finished steps were run again"
+    there, here = (Checkpoint.load(path / "checkpoint.pt") for path in (whole, folder))
+    assert all(torch.equal(there.model[name], here.model[name]) for name in there.model)
+
+
+@pytest.mark.parametrize("at", [("plain", 3), ("timelyfreeze", 0), ("timelyfreeze", 5), ("fewer", 1)])
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(
+    text: Path, plan: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: tuple[str, int]
+) -> None:
+    with monkeypatch.context() as patch:
+        when(patch, at, kill)
+        with pytest.raises(_Killed):
+            run(*TINY, "--text", text, "--plan", plan, "--out", tmp_path)
+    assert run("--resume", tmp_path, steps=None) == 0
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_plan_that_training_finds_is_kept_when_it_goes_on(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        when(patch, ("timelyfreeze", 35), lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*TINY, "--text", text, "--out", tmp_path, "--no-compare", steps=45) == 130
+    found = (tmp_path / "plan.json").read_bytes()
+    assert run("--resume", tmp_path, steps=None) == 0
+    assert (tmp_path / "plan.json").read_bytes() == found
+    phases = [row["phase"] for row in rows(tmp_path)[30:]]
+    assert set(phases[5:]) == {"steady"}, "it measured again"
+
+
+def test_a_finished_run_prints_its_table_again(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    table = (folder / "table.txt").read_text()
+    (folder / "table.txt").unlink()
+    assert run("--resume", folder, steps=None) == 0
+    assert (folder / "table.txt").read_text() == table
+    assert capsys.readouterr().out.endswith(table + "\n")
+    assert losses(folder) == losses(whole)
+
+
+def test_ctrl_c_saves_and_ends_with_130(text: Path, plan: Path, whole: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "timelyfreeze", "train", *TINY, "--text", str(text), "--plan", str(plan)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*command, "--steps", "1000000", "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("plain"):
+            process.send_signal(signal.SIGINT)
+            break
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Stopping after this step" in out
+    assert re.search(r"stopped after step \d+ of plain; .* timelyfreeze train --resume", error)
+    assert Checkpoint.load(tmp_path / "run" / "checkpoint.pt").done[-1][1] >= 1
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TINY, "--text", text, "--out", tmp_path, "--checkpoint-every", 1]
+    assert run(*arguments, "--learning-rate", "1e38", steps=50) == 1
+    error = capsys.readouterr().err
+    step = int(re.search(r"This was in step (\d+) of plain", error)[1])  # type: ignore[index]
+    assert "stage 1" in error
+    assert "micro-batch 0" in error
+    assert "Traceback" not in error
+    assert Checkpoint.load(tmp_path / "checkpoint.pt").done == [("plain", step - 1)]
+
+
+def test_a_schedule_from_a_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, folder = tmp_path / "mine.csv", tmp_path / "run"
+    create_schedule("gpipe", num_ranks=2, num_microbatches=3).to_csv(source)
+    arguments = [*TINY[:10], "--text", text, "--schedule", source, "--out", folder]
+    assert run(*arguments, "--stages", 3) == 2
+    assert "--stages and the schedule disagree: expected 2" in capsys.readouterr().err
+    assert run(*arguments, steps=2) == 0
+    assert {row["run"] for row in rows(folder)} == {"plain", "timelyfreeze"}
+    source.unlink()
+    assert Schedule.from_csv(folder / "schedule.csv").num_microbatches == 3
+    assert run("--resume", folder, steps=None) == 0
+
+
+def test_a_plan_for_another_schedule_is_refused_at_once(
+    text: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TINY, "--text", text, "--plan", plan, "--out", tmp_path / "run"]
+    assert run(*arguments, "--microbatches", 3) == 2
+    assert "micro" in capsys.readouterr().err
+    assert run(*arguments, "--max-ratio", 0.25) == 2
+    assert "--max-ratio and the plan disagree: expected 0.5" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "message"),
+    [
+        (None, ("--width", "32"), "--width: 16 there, 32 here"),
+        (None, ("--plan", "other.json"), "--plan: "),
+        (None, ("--no-compare", "--steps", "7"), "--steps: 6 there, 7 here; --no-compare: True there, False here"),
+        (None, ("--out", "elsewhere"), "--out and --resume name different folders"),
+        (None, ("--text", "SHORTER"), "the text is not the one that the run was trained on"),
+        (lambda folder: (folder / "checkpoint.pt").unlink(), (), "got no such file"),
+        (lambda folder: (folder / "metrics.jsonl").unlink(), (), "the metrics of the run to resume are damaged"),
+        (lambda folder: (folder / "config.json").unlink(), (), "there is no run to resume"),
+        (damage("checkpoint.pt", lambda b: b[: len(b) // 2]), (), "cannot resume from the checkpoint"),
+        (damage("metrics.jsonl", lambda b: b[: len(b) // 2]), (), "the metrics of the run to resume are damaged"),
+        (damage("config.json", lambda b: b[: len(b) // 2]), (), "the options of the run to resume are damaged"),
+        (damage("config.json", lambda b: b.replace(b'"seed": 3', b'"seed": 4')), (), "--seed: 3 there, 4 here"),
+        (damage("config.json", lambda _: b"[]"), (), "the options of the run to resume are damaged"),
+        (damage("plan.json", lambda b: b[: len(b) // 2]), (), "plan.json"),
+    ],
+)
+def test_a_run_that_cannot_go_on_as_it_was_is_refused(
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None] | None,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (tmp_path / "short.txt").write_text("another text altogether")
+    if spoil is not None:
+        spoil(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options = tuple(str(tmp_path / "short.txt") if option == "SHORTER" else option for option in options)
+    assert run("--resume", folder, *options, steps=None) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "a refused resume changed files"
+
+
+def test_text_may_move_between_start_and_resume(text: Path, plan: Path, whole: Path, tmp_path: Path) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(whole, folder)
+    shutil.copytree(text, moved)
+    assert run("--resume", folder, "--text", moved, "--checkpoint-every", 1, steps=None) == 0
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(
+    text: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert run(*TINY, "--text", text, "--out", whole) == 2
+    assert "--out holds a run already" in capsys.readouterr().err
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_made_is_named(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(*TINY, "--text", text, "--out", tmp_path / "file" / "run") == 2
+    assert "--out cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_and_the_old_checkpoint_stays(
+    text: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        when(patch, ("plain", 3), lambda: patch.setattr(os, "fsync", full))
+        assert run(*TINY, "--text", text, "--plan", plan, "--out", tmp_path) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert Checkpoint.load(tmp_path / "checkpoint.pt").done == [("plain", 2)]

@@ -1,0 +1,1 @@
+"""The command line: ``timelyfreeze`` and ``python -m timelyfreeze``."""

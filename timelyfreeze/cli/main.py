@@ -1,0 +1,62 @@
+"""Entry point: reads the command line, runs the command, and turns errors into one message and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import timelyfreeze
+from timelyfreeze.cli.errors import CommandError, StoppedError, TrainingError
+from timelyfreeze.cli.options import add_train_parser, train_options
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0: done. 1: training failed (a stage raised, or a loss was not finite) or a file could not be written. 2: wrong use.
+    130: stopped by Ctrl-C (143: by SIGTERM), with the checkpoint saved where there is an ``--out``.
+
+    >>> main(["--version"])
+    Traceback (most recent call last):
+    SystemExit: 0
+    """
+    parsed = _parser().parse_args(argv)
+    try:
+        return _run(parsed)
+    except CommandError as error:
+        return _fail(str(error), EXIT_USAGE)
+    except StoppedError as error:
+        return _fail(str(error), 128 + error.signal_number)
+    except TrainingError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except OSError as error:
+        return _fail(f"a file could not be written or read: {error}", EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _fail("stopped at once; the last checkpoint stays as it is", EXIT_INTERRUPTED)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from timelyfreeze.cli.train import train  # imports torch, which --help and typing mistakes need not wait for
+
+    return train(train_options(parsed), out=getattr(parsed, "out", None), resume=getattr(parsed, "resume", None))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="timelyfreeze",
+        description="Pipeline-parallel training that leaves out weight gradients where the schedule can use the time.",
+    )
+    parser.add_argument("--version", action="version", version=f"timelyfreeze {timelyfreeze.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_train_parser(commands)
+    return parser
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"timelyfreeze: error: {message}", file=sys.stderr)
+    return code

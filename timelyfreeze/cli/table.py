@@ -1,0 +1,193 @@
+"""The table at the end: what each run took, what was predicted, and the loss it reached."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from timelyfreeze.cli.metrics import StepRow, interpolate, validation_curve
+
+PLAIN = "plain"
+FREEZE = "timelyfreeze"
+FEWER = "fewer"
+
+_ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One row. Times are medians over the steady steps; None where there was nothing to measure.
+
+    Attributes:
+        run: its name.
+        num_microbatches: of each step.
+        step_s: the whole step: batch, pipeline, clipping, optimizer.
+        pipeline_s: the pipeline's part, measured.
+        predicted_s: the pipeline's part, as the plan has it.
+        tokens_per_s: tokens of a step over ``step_s``.
+        num_steps: steps done.
+        elapsed_s: training time in all, without validation and checkpoints.
+        freeze_ratio: mean over the steady steps.
+        curve: (training seconds, validation loss), where measured.
+        saved_bytes: most bytes kept for backward at once, in one steady step.
+    """
+
+    run: str
+    num_microbatches: int
+    step_s: float | None
+    pipeline_s: float | None
+    predicted_s: float | None
+    tokens_per_s: float | None
+    num_steps: int
+    elapsed_s: float
+    freeze_ratio: float | None
+    curve: list[tuple[float, float]]
+    saved_bytes: int | None
+
+    @property
+    def final_loss(self) -> float | None:
+        """Validation loss after the last step."""
+        return self.curve[-1][1] if self.curve else None
+
+
+def steady_steps(rows: Sequence[StepRow]) -> set[int]:
+    """Steps of the TimelyFreeze run whose times count: in the steady phase, and not slowed by counting bytes."""
+    return {row.step for row in rows if row.phase == "steady" and row.timed}
+
+
+def summarize_run(
+    rows: Sequence[StepRow],
+    steady: set[int],
+    *,
+    num_microbatches: int,
+    tokens_per_step: int,
+    predicted_s: float | None = None,
+) -> RunSummary:
+    """Sum up the rows of one run over the steps ``steady``, the same for all runs.
+
+    Args:
+        rows: of one run, in order, at least one.
+        steady: steps to take medians over.
+        num_microbatches: of each step.
+        tokens_per_step: bytes of text in each step.
+        predicted_s: prediction for the pipeline's part; by default the rows' own.
+    """
+    chosen = [row for row in rows if row.step in steady and row.timed]
+    step_s = _median([row.step_time_s for row in chosen])
+    return RunSummary(
+        run=rows[0].run,
+        num_microbatches=num_microbatches,
+        step_s=step_s,
+        pipeline_s=_median([row.pipeline_time_s for row in chosen]),
+        predicted_s=_median([row.predicted_s for row in chosen]) if predicted_s is None else predicted_s,
+        tokens_per_s=None if step_s is None else tokens_per_step / step_s,
+        num_steps=rows[-1].step,
+        elapsed_s=rows[-1].elapsed_s,
+        freeze_ratio=_mean([row.freeze_ratio for row in chosen]),
+        curve=validation_curve(rows),
+        saved_bytes=max((row.saved_bytes for row in rows if row.saved_bytes is not None), default=None),
+    )
+
+
+def comparison_times(runs: Sequence[RunSummary]) -> list[float]:
+    """Training times to compare losses at: where the fastest run ended, then the next; none but the slowest is left."""
+    return sorted({run.elapsed_s for run in runs})[: max(1, len(runs) - 1)] if len(runs) > 1 else []
+
+
+def build_table(runs: Sequence[RunSummary]) -> Table:
+    """The runs as rows. The first is what the others are compared with, if it is the plain one."""
+    plain = runs[0] if runs[0].run == PLAIN else None
+    times = comparison_times(runs)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table.add_column("run", no_wrap=True)
+    headings = ["step\nms", "speed-\nup", "tokens\n/s", "pipe\nms", "predicted\nms"]
+    headings.append(f"loss at\n{max(run.num_steps for run in runs)} st.")
+    headings += [f"loss at\n{_seconds(time)} s" for time in times]
+    headings.append("kept\nMB")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        cells = [_milliseconds(run.step_s), _speedup(plain, run), _number(run.tokens_per_s, 0)]
+        cells += [_milliseconds(run.pipeline_s), _prediction(run), _number(run.final_loss, 3)]
+        cells += [_number(interpolate(run.curve, time), 3) for time in times]
+        cells.append(_number(None if run.saved_bytes is None else run.saved_bytes / 1e6, 1))
+        table.add_row(label(run), *cells)
+    return table
+
+
+def label(run: RunSummary) -> str:
+    """The run's name in the table."""
+    return f"plain, M = {run.num_microbatches}" if run.run == FEWER else run.run
+
+
+def notes(runs: Sequence[RunSummary], num_steady: int) -> list[str]:
+    """What the table's numbers mean, a line each."""
+    if num_steady:
+        lines = [f"Times: medians over the same {num_steady} steady steps of each run."]
+    else:
+        lines = ["No times: the run ended before its steady phase. Give it more --steps."]
+    lines.append("step: all of it, with clipping and optimizer. pipe: the pipeline alone, beside it what")
+    lines.append("  the plan predicts for it and how far that is off.")
+    lines.append("loss: on held-out text, nats a byte, after equal steps and after equal training time,")
+    lines.append("  which leaves out validation and checkpoints and is read between two validations.")
+    lines += [
+        f"  {_seconds(time)} s: {next(label(run) for run in runs if run.elapsed_s == time)} ended."
+        for time in comparison_times(runs)
+    ]
+    lines.append("kept: the most bytes held for backward at once, in one steady step.")
+    for run in runs:
+        if run.run == FEWER:
+            lines.append(f"{label(run)}: plain, with so few micro-batches that each parameter gets as many gradients")
+            lines.append("  as under the freeze cap; the same steps, so less text.")
+    return lines
+
+
+def render(runs: Sequence[RunSummary], num_steady: int) -> str:
+    """Table and notes as plain text, the table never wrapped nor cut: it is about 80 columns wide."""
+    console = Console(file=io.StringIO(), width=250, color_system=None, force_terminal=False)
+    console.print(build_table(runs))
+    assert isinstance(console.file, io.StringIO)
+    table = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return "\n".join([*table, "", *notes(runs, num_steady)]) + "\n"
+
+
+def _speedup(plain: RunSummary | None, run: RunSummary) -> str:
+    if plain is None or plain.step_s is None or run.step_s is None:
+        return _ABSENT
+    return f"{plain.step_s / run.step_s:.2f}x"
+
+
+def _prediction(run: RunSummary) -> str:
+    if run.predicted_s is None or not run.pipeline_s:
+        return _milliseconds(run.predicted_s)
+    return f"{_milliseconds(run.predicted_s)} {100 * (run.predicted_s / run.pipeline_s - 1):+.1f}%"
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return _ABSENT
+    return f"{1e3 * value:.0f}" if value >= 0.1 else f"{1e3 * value:.2f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _ABSENT if value is None else f"{value:,.{digits}f}"
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,109 @@
+"""``timelyfreeze train``: runs a job, new or taken up again, and prints its table."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from timelyfreeze.cli.errors import StoppedError, TrainingError
+from timelyfreeze.cli.folder import RunFolder
+from timelyfreeze.cli.metrics import MetricsLog
+from timelyfreeze.cli.progress import Reporter, make_reporter
+from timelyfreeze.cli.runs import Job, run_all
+from timelyfreeze.cli.setup import Setup, start, take_up
+from timelyfreeze.cli.stopping import StopRequest
+from timelyfreeze.cli.table import FREEZE, PLAIN, render, steady_steps, summarize_run
+from timelyfreeze.errors import StageError
+from timelyfreeze.files import write_atomically
+
+
+def train(
+    typed: Mapping[str, Any], *, out: str | None = None, resume: str | None = None, console: Console | None = None
+) -> int:
+    """Run the job and print its table; returns the exit code 0.
+
+    Args:
+        typed: fields of ``TrainConfig`` that are not to have their defaults.
+        out: folder for the run's files; None writes none.
+        resume: folder of the run to go on with.
+        console: where progress and table go; by default standard output.
+
+    Raises:
+        CommandError: wrong options or text, or a folder that cannot be used; nothing was trained.
+        TrainingError: a stage raised, or a loss was not finite.
+        StoppedError: a signal asked for an end.
+        OSError: a file of the run could not be written.
+    """
+    reporter = make_reporter(console or Console())
+    setup = start(typed, out) if resume is None else take_up(RunFolder(Path(resume)), typed, out)
+    if setup.config.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(1)  # a stage is a thread of its own; OpenMP teams in each would fight over the cores
+    reporter.note(setup.corpus.describe())
+    log = MetricsLog(None if setup.folder is None else setup.folder.metrics, setup.rows)
+    try:
+        with StopRequest(lambda: reporter.note("Stopping after this step; Ctrl-C again stops at once.")) as stop:
+            job = _job(setup, log, reporter, stop)
+            _run(job, setup)
+    finally:
+        log.close()
+    _finish(job, reporter)
+    return 0
+
+
+def _job(setup: Setup, log: MetricsLog, reporter: Reporter, stop: StopRequest) -> Job:
+    job = Job(setup.config, setup.corpus, setup.schedule, setup.fixed_plan, setup.folder, log, reporter, stop)
+    job.plan = setup.plan
+    if setup.checkpoint is not None:
+        job.split = list(setup.checkpoint.split)
+        job.done = list(setup.checkpoint.done)
+        run, step = job.done[-1]
+        reporter.note(f"Going on after step {step} of {run}.")
+    return job
+
+
+def _run(job: Job, setup: Setup) -> None:
+    try:
+        run_all(job, setup.checkpoint)
+    except StoppedError as error:
+        run, step = job.done[-1]
+        raise StoppedError(f"stopped after step {step} of {run}; {_way_on(job)}", error.signal_number) from None
+    except StageError as error:
+        run, step = job.done[-1]
+        raise TrainingError(f"{error}\nThis was in step {step + 1} of {run}; {_way_on(job)}") from error
+    except TrainingError as error:
+        raise TrainingError(f"{error}\n{_way_on(job)[0].upper()}{_way_on(job)[1:]}") from error
+
+
+def _way_on(job: Job) -> str:
+    if job.folder is None:
+        return "nothing is saved, because there is no --out"
+    folder = shlex.quote(str(job.folder.root))
+    return f"the last checkpoint is kept, and goes on with: timelyfreeze train --resume {folder}"
+
+
+def _finish(job: Job, reporter: Reporter) -> None:
+    """Print the table and write table.txt."""
+    steady = steady_steps(job.log.of(FREEZE))
+    tokens_per_sequence = job.config.microbatch_size * job.config.sequence_length
+    summaries = []
+    for spec in job.specs:
+        num_microbatches = spec.schedule.num_microbatches
+        summaries.append(
+            summarize_run(
+                job.log.of(spec.name),
+                steady,
+                num_microbatches=num_microbatches,
+                tokens_per_step=num_microbatches * tokens_per_sequence,
+                # The plan knows what a step takes with nothing frozen, too.
+                predicted_s=job.plan.unfrozen_makespan_s if spec.name == PLAIN and job.plan is not None else None,
+            )
+        )
+    text = render(summaries, len(steady))
+    if job.folder is not None:
+        write_atomically(job.folder.table, text)
+    reporter.note("\n" + text)

@@ -1,0 +1,61 @@
+"""No parameter is frozen for ever: how much of each stage stays live, and how plans that starve one are mended."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from timelyfreeze.planner.model import FULL, CostModel, Floats
+
+_LIVE = 1e-9  # a ratio this small leaves everything live
+
+
+def live_floor(max_ratio: float) -> float:
+    """The share of micro-batches in which every parameter has to be live: half of what the cap leaves.
+
+    >>> live_floor(0.5)
+    0.25
+    """
+    return (1.0 - max_ratio) / 2
+
+
+def least_live_shares(model: CostModel, ratios: Floats) -> Floats:
+    """For every stage, the share of micro-batches in which its least trained parameter is live, in expectation.
+
+    Above a micro-batch's cut any parameter may be chosen, so each is live with probability 1 - r. In the cut stage
+    masks grow from the bottom up: the bottom parameter is live only if nothing there is frozen. Below it is never live.
+
+    Args:
+        ratios: ``[num_stages, num_microbatches]``.
+
+    Returns:
+        ``[num_stages]``; 1 where a stage has nothing that can be frozen.
+    """
+    shares: Floats = np.where(model.freezable, _live(model, ratios), 1.0).mean(axis=1)
+    return shares
+
+
+def keep_live(model: CostModel, ratios: Floats, max_ratio: float) -> Floats:
+    """Unfreeze what starves a parameter: in cut stages, the micro-batches with the smallest ratios train everything.
+
+    Returns ratios, nowhere larger, with ``least_live_shares`` at ``live_floor(max_ratio)`` or above in every stage.
+    """
+    floor = live_floor(max_ratio) * model.num_microbatches
+    mended = ratios
+    for stage in range(model.base, model.num_stages):
+        while True:
+            live = np.where(model.freezable[stage], _live(model, mended)[stage], 1.0)
+            # Ratios that are part of a step in its cut stage count for nothing there, though they train the top.
+            wasted = np.where(model.freezable[stage], 1.0 - mended[stage] - live, 0.0)
+            if live.sum() >= floor - 1e-9 or wasted.max() <= _LIVE:
+                break
+            mended = mended.copy()
+            mended[stage, int(wasted.argmax())] = 0.0
+    return mended
+
+
+def _live(model: CostModel, ratios: Floats) -> Floats:
+    stage = np.arange(model.num_stages)[:, None]
+    cut = model.cuts(ratios)
+    in_cut_stage = np.where(ratios <= _LIVE, 1.0, 0.0)
+    above = np.where(ratios < FULL, 1.0 - ratios, 0.0)
+    return np.where(stage == cut, in_cut_stage, np.where(stage > cut, above, 0.0))
