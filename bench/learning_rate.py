@@ -22,7 +22,7 @@ from timelyfreeze.cli.stopping import StopRequest
 from timelyfreeze.cli.table import PLAIN
 from timelyfreeze.schedule import create_schedule
 
-RATES = (1e-3, 2e-3, 3e-3, 4e-3, 6e-3)
+RATES = (3e-4, 5e-4, 7e-4, 1e-3, 2e-3)
 
 
 def validation_losses(config: TrainConfig, corpus: Corpus) -> list[float]:

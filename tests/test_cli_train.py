@@ -121,6 +121,22 @@ def test_no_compare_runs_freezing_alone(text: Path, tmp_path: Path, capsys: pyte
     assert "plain" not in capsys.readouterr().out
 
 
+def test_the_split_is_balanced_once_and_kept(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(*args: Any, **kwargs: Any) -> list[float]:
+        measured.append(args)
+        return [1.0, 1.0, 1.0, 9.0]  # embedding, two blocks, head
+
+    monkeypatch.setattr("timelyfreeze.pipeline.measure_children_s", measure)
+    with monkeypatch.context() as patch:
+        when(patch, ("plain", 1), lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*TINY, "--text", text, "--out", tmp_path, steps=2) == 130
+    assert run("--resume", tmp_path, steps=None) == 0
+    assert len(measured) == 1
+    assert Checkpoint.load(tmp_path / "checkpoint.pt").split == [3]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -187,6 +203,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     assert losses(folder) == losses(whole)
     after = {(row["run"], row["step"]): row for row in rows(folder)}
     assert {key: after[key] for key in before} == before, "finished steps were run again"
+    for name in ("plain", "timelyfreeze", "fewer"):
+        own = [row for row in rows(folder) if row["run"] == name]
+        assert own[-1]["elapsed_s"] == pytest.approx(sum(row["step_time_s"] or 0.0 for row in own))
     there, here = (Checkpoint.load(path / "checkpoint.pt") for path in (whole, folder))
     assert all(torch.equal(there.model[name], here.model[name]) for name in there.model)
 
@@ -199,8 +218,10 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(
         when(patch, at, kill)
         with pytest.raises(_Killed):
             run(*TINY, "--text", text, "--plan", plan, "--out", tmp_path)
+    (tmp_path / ".checkpoint.pt.0123.tmp").write_bytes(b"half a checkpoint")
     assert run("--resume", tmp_path, steps=None) == 0
     assert losses(tmp_path) == losses(whole)
+    assert list(tmp_path.glob(".*.tmp")) == []
 
 
 def test_a_plan_that_training_finds_is_kept_when_it_goes_on(

@@ -272,7 +272,9 @@ def test_nothing_starves_in_compiled_stages(palette_size: int) -> None:
 def test_without_mixing_the_bottom_starves() -> None:
     """What mixing is for: the test above would notice."""
     works = [make_work([1.0] * 10)]
-    live = np.mean([m[0].mean(axis=0) for m, _ in draw_steps(works, np.full((1, 4), 0.8), np.zeros((1, 4)), 300)], axis=0)
+    live = np.mean(
+        [m[0].mean(axis=0) for m, _ in draw_steps(works, np.full((1, 4), 0.8), np.zeros((1, 4)), 300)], axis=0
+    )
     assert live[0] == 0.0
     assert least_live_share(works, np.full((1, 4), 0.8), 0.8, seed=0) >= 0.1
 
@@ -311,7 +313,9 @@ def test_compiled_stages_draw_from_four_masks_that_meet_the_ratio(ratio: float) 
     assert len(seen) <= 4
     assert np.abs(np.mean(found, axis=0) - ratio).max() < 0.005
     assert np.abs(live / 2000 - (1 - ratio)).max() < 0.005  # each parameter as often, above the cut
-    unfrozen = {mask.tobytes() for masks, _ in draw_steps(works, np.zeros((2, 2)), np.zeros((2, 2)), 3) for mask in masks[1]}
+    unfrozen = {
+        mask.tobytes() for masks, _ in draw_steps(works, np.zeros((2, 2)), np.zeros((2, 2)), 3) for mask in masks[1]
+    }
     assert len(seen | unfrozen) <= 4
 
 

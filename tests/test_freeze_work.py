@@ -255,7 +255,7 @@ def cases() -> Iterator[tuple[str, nn.Module, torch.Tensor, dict[str, float]]]:
     x = torch.ones(5, 6, 8)
     tokens = 30
     yield "linear", nn.Linear(8, 4), x, {"weight": 2 * tokens * 32 / FLOPS, "bias": 2 * tokens * 4 * 4 / BYTES}
-    yield "layer norm", nn.LayerNorm(8), x, {name: 2 * tokens * 8 * 4 / BYTES for name in ("weight", "bias")}
+    yield "layer norm", nn.LayerNorm(8), x, dict.fromkeys(("weight", "bias"), 2 * tokens * 8 * 4 / BYTES)
     yield "own norm", Scale(8), x, {"weight": 2 * tokens * 8 * 4 / BYTES}
     ids = torch.zeros(5, 6, dtype=torch.long)
     looked_up = 2 * tokens * 8 * 4 / BYTES

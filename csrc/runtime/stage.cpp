@@ -18,7 +18,7 @@ Pointer own_node(InputGrad* node) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
     return Pointer(node, [](auto* dead) { deleteNode(dead); });
   } else {
-    return Pointer::reclaim(node);
+    return Pointer::unsafe_steal_from_new(node);
   }
 }
 

@@ -87,7 +87,7 @@ class TrainConfig:
     microbatch_size: int = 2
     schedule: str = "1f1b"
     steps: int = 240
-    learning_rate: float = 2e-3
+    learning_rate: float = 7e-4
     learning_rate_warmup: int = 20
     weight_decay: float = 0.1
     mode: str = "lp"
@@ -115,6 +115,8 @@ class TrainConfig:
             if getattr(self, name) < low
         ]
         found += self.model.problems()
+        if self.seed >= 2**64:
+            found.append(problem("--seed is out of range", expected="below 2**64", got=self.seed))
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             found.append(problem("--learning-rate is out of range", expected="above 0", got=self.learning_rate))
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):

@@ -83,6 +83,12 @@ class RunFolder:
                 )
             ) from error
 
+    def tidy(self) -> None:
+        """Remove what writes that were killed left behind; the files themselves are whole."""
+        for name in _NAMES:
+            for path in self.root.glob(f".{name}.*.tmp"):
+                path.unlink(missing_ok=True)
+
     def read_config(self, typed: Mapping[str, Any]) -> TrainConfig:
         """The run's options, with those that were typed and may change put in.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import timelyfreeze
 from timelyfreeze.cli.errors import CommandError, StoppedError, TrainingError
 from timelyfreeze.cli.options import add_train_parser, train_options
+from timelyfreeze.errors import TimelyFreezeError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -34,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 128 + error.signal_number)
     except TrainingError as error:
         return _fail(str(error), EXIT_FAILED)
-    except OSError as error:
-        return _fail(f"a file could not be written or read: {error}", EXIT_FAILED)
+    except (TimelyFreezeError, OSError) as error:  # OSError: the disk is full, or a step ran into its timeout
+        return _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail("stopped at once; the last checkpoint stays as it is", EXIT_INTERRUPTED)
 

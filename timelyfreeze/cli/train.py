@@ -62,6 +62,8 @@ def _job(setup: Setup, log: MetricsLog, reporter: Reporter, stop: StopRequest) -
         job.split = list(setup.checkpoint.split)
         job.done = list(setup.checkpoint.done)
         run, step = job.done[-1]
+        if setup.folder is not None:
+            setup.folder.tidy()
         reporter.note(f"Going on after step {step} of {run}.")
     return job
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import TYPE_CHECKING
 
 from timelyfreeze.errors import PlanError, problem, raise_all
 from timelyfreeze.freeze.policies import policy_names
-
-if TYPE_CHECKING:
-    from timelyfreeze.planner import Plan
-    from timelyfreeze.schedule import Schedule
+from timelyfreeze.planner import Plan
+from timelyfreeze.planner.make import MODES
+from timelyfreeze.schedule import Schedule
 
 _SHOWN = 3
 
@@ -63,7 +61,7 @@ class FreezeConfig:
     measure_steps: int = 6
     settle_steps: int = 1
     switch_delay_steps: int = 2
-    plan_wait_steps: int = 1000
+    plan_wait_steps: int = 10_000
     ramp_steps: int = 8
     policy: str = "random"
     rescale: bool = False
@@ -75,14 +73,14 @@ class FreezeConfig:
         types = self._type_faults()
         raise_all(TypeError, types)
         raise_all(ValueError, self._value_faults())
-        if self.plan is not None and not _is_plan(self.plan):
+        if self.plan is not None and not isinstance(self.plan, Plan):
             object.__setattr__(self, "plan", _load(self.plan))
 
     @property
     def fixed_plan(self) -> Plan | None:
         """The plan that was given, loaded."""
-        assert self.plan is None or _is_plan(self.plan)
-        return self.plan  # type: ignore[return-value]
+        assert self.plan is None or isinstance(self.plan, Plan)
+        return self.plan
 
     def _type_faults(self) -> list[str]:
         faults = []
@@ -93,13 +91,15 @@ class FreezeConfig:
         for name in ("mode", "policy"):
             if not isinstance(getattr(self, name), str):
                 faults.append(problem(name, expected="a name", got=repr(getattr(self, name))))
-        if not isinstance(self.rescale, bool):
+        rescale: object = self.rescale
+        if not isinstance(rescale, bool):
             faults.append(problem("rescale", expected="True or False", got=repr(self.rescale)))
         for name in _LEAST_STEPS:
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
                 faults.append(problem(name, expected="a whole number of steps", got=repr(getattr(self, name))))
-        if self.plan is not None and not isinstance(self.plan, (str, PathLike)) and not _is_plan(self.plan):
-            faults.append(problem("plan", expected="a Plan, the path of one, or None", got=type(self.plan).__name__))
+        plan: object = self.plan
+        if plan is not None and not isinstance(plan, (str, PathLike, Plan)):
+            faults.append(problem("plan", expected="a Plan, the path of one, or None", got=type(plan).__name__))
         return faults
 
     def _value_faults(self) -> list[str]:
@@ -111,8 +111,8 @@ class FreezeConfig:
             faults.append(problem("replan_drift_ratio", expected="a number above 0, or None", got=drift))
         if self.policy not in policy_names():
             faults.append(problem("unknown policy", expected=f"one of {', '.join(policy_names())}", got=self.policy))
-        if self.mode not in _modes():
-            faults.append(problem("unknown mode", expected=f"one of {', '.join(_modes())}", got=self.mode))
+        if self.mode not in MODES:
+            faults.append(problem("unknown mode", expected=f"one of {', '.join(MODES)}", got=self.mode))
         for name, least in _LEAST_STEPS.items():
             if getattr(self, name) < least:
                 faults.append(problem(name, expected=f"at least {least} steps", got=getattr(self, name)))
@@ -175,22 +175,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_plan(value: object) -> bool:
-    from timelyfreeze.planner import Plan
-
-    return isinstance(value, Plan)
-
-
-def _load(path: object) -> Plan:
-    from timelyfreeze.planner import Plan
-
+def _load(path: str | PathLike[str]) -> Plan:
     try:
-        return Plan.load(path)  # type: ignore[arg-type]
+        return Plan.load(path)
     except OSError as error:
-        raise PlanError(
-            problem(f"cannot read the plan: {error.strerror or error}", where=fspath(path))  # type: ignore[call-overload]
-        ) from error
-
-
-def _modes() -> list[str]:
-    return ["lp"]
+        raise PlanError(problem(f"cannot read the plan: {error.strerror or error}", where=fspath(path))) from error

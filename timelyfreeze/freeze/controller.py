@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,16 +15,11 @@ from timelyfreeze.freeze.parameters import ParameterWork
 from timelyfreeze.freeze.phases import STEADY, PhaseMachine
 from timelyfreeze.freeze.reporting import build_report, planned_stage_times_s
 from timelyfreeze.freeze.samples import BoundSamples, Durations, RecentSteps, check_durations
-from timelyfreeze.freeze.solve import BackgroundSolve
+from timelyfreeze.freeze.solve import PendingPlan, PlansInBackground
 from timelyfreeze.freeze.state import pack_state, unpack_state
 from timelyfreeze.freeze.step_masks import StepDrawer, StepMasks
+from timelyfreeze.planner import BackgroundPlanner, Plan
 from timelyfreeze.schedule import Schedule
-
-if TYPE_CHECKING:
-    from timelyfreeze.cost import ActionCosts
-    from timelyfreeze.planner import Plan
-
-Solver = Callable[..., "Plan"]
 
 
 class FreezeController:
@@ -40,7 +34,7 @@ class FreezeController:
         seed: masks are a function of (seed, step, stage, micro-batch), the plan, the works and the trainable flags.
         work: of every stage's parameters, if it is known already; else see ``set_work``.
         transfer_s: between ranks, for the plan: one number, or by (from stage, to stage).
-        solver: makes the plan, called as ``make_plan`` is, on a background thread.
+        planner: makes the plans; default: a ``BackgroundPlanner`` with the config's cap and mode.
 
     Raises:
         PlanError: the config's plan does not fit the schedule; says what differs.
@@ -64,7 +58,7 @@ class FreezeController:
         work: Sequence[ParameterWork] | None = None,
         *,
         transfer_s: Any = 0.0,
-        solver: Solver | None = None,
+        planner: PlansInBackground | None = None,
     ) -> None:
         if config.fixed_plan is not None:
             check_fits(config.fixed_plan, schedule)
@@ -72,14 +66,15 @@ class FreezeController:
         self.schedule = schedule
         self.seed = seed
         self.transfer_s = transfer_s
-        self._solver = solver
         self._machine = PhaseMachine(config)
         self._drawer = StepDrawer(schedule, config, seed)
         self._samples = BoundSamples()
         self._recent = RecentSteps(schedule, config.replan_window_steps)
+        self._actions = frozenset(schedule.actions)
         self._step = 0
-        self._solve: BackgroundSolve | None = None
-        self._costs: ActionCosts | None = None  # being solved for
+        self._pending = PendingPlan(
+            planner or BackgroundPlanner(schedule, max_ratio=config.max_ratio, mode=config.mode)
+        )
         self._signature: str | None = None  # of the trainable parameters
         self._measured_signature: str | None = None
         self._open: tuple[StepMasks, Bools, bool] | None = None  # masks, frozen micro-batches, whether all of them run
@@ -185,7 +180,7 @@ class FreezeController:
             raise RuntimeError(problem("end_step", expected="a begin_step before it", got="none"))
         masks, frozen, full = self._open
         machine = self._machine
-        check_durations(durations_s, self.schedule)
+        check_durations(durations_s, self.schedule, self._actions)
         if full and machine.is_timed(self._step):
             self._samples.add(durations_s, machine.phase, frozen)
         if full and machine.phase == STEADY:
@@ -206,8 +201,8 @@ class FreezeController:
         self._open = None
 
     def close(self) -> None:
-        """Forget a solve that is going on."""
-        self._solve = None
+        """Give up the plan in the making, if there is one, and wait for its thread. No other plan can be made."""
+        self._pending.close()
 
     def _note_trainable(self, flags: list[Bools]) -> None:
         machine, drawer = self._machine, self._drawer
@@ -226,7 +221,7 @@ class FreezeController:
             self._measured_signature = self._signature
             self._samples.clear()
             self._recent.clear()
-            self._solve = self._costs = None
+            self._pending.drop()
 
     # --- plans ------------------------------------------------------------------------------------------------
 
@@ -236,23 +231,15 @@ class FreezeController:
         except (PlanError, ValueError) as error:
             self._machine.give_up(self._step, str(error))
             return
-        self._launch(costs)
+        self._pending.start(costs)
         self._machine.announce(self._step)
-
-    def _launch(self, costs: ActionCosts) -> None:
-        from timelyfreeze.planner import make_plan
-
-        solver = self._solver or make_plan
-        options = {"max_ratio": self.config.max_ratio, "mode": self.config.mode}
-        self._costs = costs
-        self._solve = BackgroundSolve(partial(solver, self.schedule, costs, **options))
 
     def _look_for_plan(self) -> None:
         """At the announced step: take the plan, or state a later step, or go on without."""
         machine = self._machine
         if machine.switch_step is None or self._step < machine.switch_step:
             return
-        outcome = None if self._solve is None else self._solve.poll()
+        outcome = self._pending.poll()
         if outcome is None:
             if machine.postpone(self._step):
                 return
@@ -261,7 +248,7 @@ class FreezeController:
         else:
             machine.adopt(self._step, outcome)
             self._drawer.forget()
-        self._solve = self._costs = None
+        self._pending.drop()
         self._recent.clear()
 
     def _judge_plan(self) -> None:
@@ -283,10 +270,10 @@ class FreezeController:
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps depend on, as plain data: JSON, or ``torch.load(weights_only=True)``, brings it back.
 
-        Taken between steps. A solve that goes on is saved as the bounds that it solves for, and begun again by
-        ``load_state_dict``; a plan that waits for its step is saved itself.
+        Taken between steps. A plan in the making is saved as the bounds that it is for, and begun again by
+        ``load_state_dict``; one that waits for its step is saved itself.
         """
-        outcome = None if self._solve is None else self._solve.poll()
+        outcome = self._pending.poll()
         return pack_state(
             self.schedule,
             step=self._step,
@@ -297,7 +284,7 @@ class FreezeController:
             work=self._drawer.work,
             signatures=(self._signature, self._measured_signature),
             freeze_ratio_sum=self._freeze_ratio_sum,
-            costs=self._costs,
+            costs=self._pending.costs,
             pending=None if isinstance(outcome, Exception) else outcome,
         )
 
@@ -318,13 +305,9 @@ class FreezeController:
         self._signature, self._measured_signature = loaded.signatures
         self._freeze_ratio_sum = loaded.freeze_ratio_sum
         self._open = None
-        self._solve = self._costs = None
+        self._pending.drop()
         if loaded.costs is not None:
-            self._costs = loaded.costs
-            if loaded.pending is not None:
-                self._solve = BackgroundSolve.done(loaded.pending)
-            else:
-                self._launch(loaded.costs)
+            self._pending.start(loaded.costs, loaded.pending)
 
 
 def _signature(flags: Sequence[Bools]) -> str:

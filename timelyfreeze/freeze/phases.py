@@ -11,12 +11,10 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from timelyfreeze.freeze.config import FreezeConfig
-
-if TYPE_CHECKING:
-    from timelyfreeze.planner import Plan
+from timelyfreeze.planner import Plan
 
 WARMUP = "warmup"
 MEASURE_UPPER = "measure_upper"
@@ -223,8 +221,6 @@ class PhaseMachine:
     @classmethod
     def from_json(cls, config: FreezeConfig, data: Mapping[str, Any]) -> PhaseMachine:
         """What ``to_json`` made; KeyError, TypeError, ValueError or PlanError if it is something else."""
-        from timelyfreeze.planner import Plan
-
         machine = cls(config)
         if data["phase"] not in PHASES:
             raise ValueError(data["phase"])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from timelyfreeze.cost import Measured
 from timelyfreeze.freeze.phases import PhaseMachine, plan_id
 from timelyfreeze.freeze.samples import BoundSamples, RecentSteps
-
-if TYPE_CHECKING:
-    from timelyfreeze.cost import Measured
-    from timelyfreeze.planner import Plan
-    from timelyfreeze.schedule import Action
+from timelyfreeze.planner import Plan, planned_durations
+from timelyfreeze.schedule import Action
 
 
 def build_report(
@@ -47,8 +45,6 @@ def build_report(
 
 def planned_durations_s(plan: Plan) -> dict[Action, float]:
     """How long the plan expects every action to take; 0 where it is skipped."""
-    from timelyfreeze.planner import planned_durations
-
     return dict(planned_durations(plan.schedule, plan.costs, plan.ratios).durations_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -204,9 +204,8 @@ class RecentSteps:
             self._num_added = int(data["num_added"])
 
 
-def check_durations(durations_s: Durations, schedule: Schedule) -> None:
-    """Raise ValueError unless these are finite times of actions of the schedule."""
-    known = set(schedule.actions)
+def check_durations(durations_s: Durations, schedule: Schedule, known: Collection[Action]) -> None:
+    """Raise ValueError unless these are finite times of actions of the schedule, ``known``."""
     unknown = [str(action) for action in durations_s if action not in known]
     bad = [f"{action}: {time!r}" for action, time in durations_s.items() if not (math.isfinite(time) and time >= 0)]
     faults = []

@@ -81,7 +81,7 @@ def as_tensors(masks: StepMasks) -> tuple[list[torch.Tensor], list[torch.Tensor]
 
 
 def gradient_factors(masks: StepMasks, scale: float) -> list[list[float]]:
-    """What each parameter's gradient is multiplied by: ``scale``, over its chance of being live if that is asked for."""
+    """What each gradient is multiplied by: ``scale``, divided by the chance of being live if that is asked for."""
     if masks.live_probability is None:
         return [[scale] * stage.shape[1] for stage in masks.live]
     return [np.where(row > 0, scale / np.maximum(row, 1e-12), scale).tolist() for row in masks.live_probability]

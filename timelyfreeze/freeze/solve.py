@@ -1,50 +1,67 @@
-"""Solving for a plan in the background, while training goes on."""
+"""The plan that is being made while training goes on."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from timelyfreeze.planner import Plan
+from timelyfreeze.cost import ActionCosts
+from timelyfreeze.planner import Plan
 
 
-class BackgroundSolve:
-    """Runs a function that returns a plan on a thread of its own.
+class PlansInBackground(Protocol):
+    """What makes plans: ``timelyfreeze.planner.BackgroundPlanner``, or something that asks another rank for them."""
 
-    The thread is a daemon: a solve that never ends does not keep the process alive.
+    def start(self, costs: ActionCosts) -> None:
+        """Begin to make a plan; one in the making is dropped."""
 
-    >>> solve = BackgroundSolve(lambda: 1 / 0)
-    >>> solve.wait()
-    >>> solve.poll()
-    ZeroDivisionError('division by zero')
+    def take(self) -> Plan | None:
+        """The plan, once; None while it is in the making. Raises what making it raised."""
+
+    def cancel(self) -> None:
+        """Give up the plan in the making, without waiting."""
+
+    def close(self) -> None:
+        """End for good."""
+
+
+class PendingPlan:
+    """At most one plan in the making, or made and waiting for its step.
+
+    Args:
+        planner: makes it.
+
+    Attributes:
+        costs: what it is made for; None: none is asked for.
     """
 
-    def __init__(self, make: Callable[[], Plan]) -> None:
+    def __init__(self, planner: PlansInBackground) -> None:
+        self._planner = planner
         self._outcome: Plan | Exception | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(make,), name="timelyfreeze-planner", daemon=True)
-        self._thread.start()
+        self.costs: ActionCosts | None = None
 
-    @classmethod
-    def done(cls, plan: Plan) -> BackgroundSolve:
-        """A solve whose outcome is there already."""
-        made = cls(lambda: plan)
-        made.wait()
-        return made
+    def start(self, costs: ActionCosts, plan: Plan | None = None) -> None:
+        """Ask for a plan; ``plan`` if it was made before a checkpoint."""
+        self.drop()
+        self.costs, self._outcome = costs, plan
+        if plan is None:
+            self._planner.start(costs)
 
     def poll(self) -> Plan | Exception | None:
-        """The plan, or why there is none; None while the solve goes on."""
-        return self._outcome if self._done.is_set() else None
+        """The plan, or why there is none; None while it is in the making. May be asked again."""
+        if self.costs is not None and self._outcome is None:
+            try:
+                self._outcome = self._planner.take()
+            except Exception as error:  # whatever it is, training goes on and the report tells
+                self._outcome = error
+        return self._outcome
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the outcome is there, or after ``timeout_s``."""
-        self._done.wait(timeout_s)
+    def drop(self) -> None:
+        """Forget it."""
+        if self.costs is not None:
+            self._planner.cancel()
+        self.costs = self._outcome = None
 
-    def _run(self, make: Callable[[], Plan]) -> None:
-        try:
-            self._outcome = make()
-        except Exception as error:  # whatever it is, training goes on and the report tells
-            self._outcome = error
-        self._done.set()
+    def close(self) -> None:
+        """Forget it, and end what makes plans."""
+        self.drop()
+        self._planner.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import PlanError, problem, raise_all
@@ -12,10 +12,8 @@ from timelyfreeze.freeze.config import FreezeConfig, check_fits
 from timelyfreeze.freeze.parameters import ParameterWork
 from timelyfreeze.freeze.phases import PhaseMachine, plan_id
 from timelyfreeze.freeze.samples import BoundSamples, RecentSteps
+from timelyfreeze.planner import Plan
 from timelyfreeze.schedule import Schedule
-
-if TYPE_CHECKING:
-    from timelyfreeze.planner import Plan
 
 _FORMAT = "timelyfreeze-freezing"
 _VERSION = 1
@@ -76,8 +74,6 @@ def pack_state(
 
 def unpack_state(state: Mapping[str, Any], schedule: Schedule, config: FreezeConfig) -> LoadedState:
     """Read what ``pack_state`` made; PlanError if it is something else, or does not fit schedule and config."""
-    from timelyfreeze.planner import Plan
-
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
         raise PlanError(problem("not a saved freezing state", expected=f'a dictionary with "format": "{_FORMAT}"'))
     if state.get("version") != _VERSION:

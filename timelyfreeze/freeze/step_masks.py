@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +14,8 @@ from timelyfreeze.freeze.masks import Bools, Floats, MaskDrawer
 from timelyfreeze.freeze.parameters import ParameterWork
 from timelyfreeze.freeze.phases import PhaseMachine
 from timelyfreeze.freeze.targets import PlanTargets, Ramp, Targets
+from timelyfreeze.planner import Plan
 from timelyfreeze.schedule import Schedule
-
-if TYPE_CHECKING:
-    from timelyfreeze.planner import Plan
 
 
 @dataclass(frozen=True)

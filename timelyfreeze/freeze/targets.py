@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from timelyfreeze.freeze.masks import FULL, Bools, Floats, mixing
 from timelyfreeze.freeze.points import RAMP, PointSequence
-
-if TYPE_CHECKING:
-    from timelyfreeze.planner import Plan
-    from timelyfreeze.schedule import Schedule
+from timelyfreeze.planner import Plan
+from timelyfreeze.schedule import Schedule
 
 
 class Targets(NamedTuple):

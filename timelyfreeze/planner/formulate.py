@@ -63,7 +63,6 @@ def formulate(schedule: Schedule, model: CostModel, max_ratio: float) -> Formula
         span_s=np.where(model.is_freezable, model.upper_s - lower, 0.0),
         ratio=np.where(model.is_freezable, numbers[nodes.stage, nodes.microbatch], -1),
         transfer_s=model.transfer_s,
-        waits=np.ones(len(model.upper_s), dtype=bool),
         lower=np.zeros(len(stages)),
         upper=np.ones(len(stages)),
         budgets=caps,
@@ -74,8 +73,8 @@ def formulate(schedule: Schedule, model: CostModel, max_ratio: float) -> Formula
 def fix_cuts(formulation: Formulation, ratios: Floats) -> Problem:
     """The program for given cuts: those that the ratios ``[num_stages, num_microbatches]`` make.
 
-    Once the cuts are known the true cost is linear. Below a micro-batch's cut nothing runs and nothing is waited for;
-    in its cut stage the time goes to nothing with the ratio. The base stage's ratios stay as given, as do those below a
+    Once the cuts are known the true cost is linear. Below a micro-batch's cut nothing runs and nothing is sent; in
+    its cut stage the time goes to nothing with the ratio. The base stage's ratios stay as given, as do those below a
     cut; the others are free. The ratios given are a solution, so the optimum is at least as good. In every stage enough
     work of micro-batches that reach below it stays live (``live_floor``).
     """
@@ -101,7 +100,7 @@ def fix_cuts(formulation: Formulation, ratios: Floats) -> Problem:
         upper_s=np.where(below, 0.0, problem.upper_s),
         span_s=np.where(ratio >= 0, span, 0.0),
         ratio=ratio,
-        waits=~below,
+        transfer_s=np.where(below, 0.0, problem.transfer_s),
         lower=np.where(is_fixed, given, 0.0),
         upper=np.where(is_fixed, given, 1.0),
         budgets=budgets,

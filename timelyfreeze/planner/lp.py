@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from timelyfreeze.planner.model import Bools, Floats, Ints
+from timelyfreeze.planner.model import Floats, Ints
 from timelyfreeze.schedule.graph import NOTHING, Graph
 
 Index = NDArray[np.int32]  # HiGHS's own index type
@@ -60,7 +60,6 @@ class Problem:
         span_s: how much shorter the duration is at ratio 1; 0 where no ratio acts.
         ratio: the number of the ratio that acts on the node; -1 for none.
         transfer_s: how long its data takes to reach it.
-        waits: whether it waits for its data at all.
         lower, upper: bounds of every ratio.
         budgets: limits on sums of ratios.
     """
@@ -70,7 +69,6 @@ class Problem:
     span_s: Floats
     ratio: Ints
     transfer_s: Floats
-    waits: Bools
     lower: Floats
     upper: Floats
     budgets: Sequence[Budget]
@@ -91,7 +89,7 @@ def build_lp(problem: Problem) -> SparseLp:
     first_data = num - num_ranks
     delay = np.zeros(len(before))
     readers = after[first_data : first_data + num_data]
-    delay[first_data : first_data + num_data] = np.where(problem.waits[readers], transfer[readers], -np.inf)
+    delay[first_data : first_data + num_data] = transfer[readers]
 
     acts = span[before] > 0
     widths = np.concatenate([2 + acts, [len(budget.ratios) for budget in problem.budgets]]).astype(np.int32)
@@ -145,7 +143,7 @@ def critical_path_basis(problem: Problem) -> Statuses:
     """
     graph, num = problem.graph, len(problem.graph.actions)
     length = (problem.upper_s - problem.span_s).tolist()
-    transfer, waits = problem.transfer_s.tolist(), problem.waits.tolist()
+    transfer = problem.transfer_s.tolist()
     end = [0.0] * num
     parent = [NOTHING] * num
     by_data = [False] * num
@@ -153,7 +151,7 @@ def critical_path_basis(problem: Problem) -> Statuses:
         previous, data = graph.previous[node], graph.data[node]
         begin = end[previous] if previous != NOTHING else 0.0
         parent[node] = previous
-        if data != NOTHING and waits[node] and (previous == NOTHING or end[data] + transfer[node] > begin):
+        if data != NOTHING and (previous == NOTHING or end[data] + transfer[node] > begin):
             begin, parent[node], by_data[node] = end[data] + transfer[node], data, True
         end[node] = begin + length[node]
 

@@ -149,7 +149,7 @@ class Planner:
         solver.set_costs(time_only)
         shortest = float(solver.minimize(from_feasible=True)[makespan])
         solver.set_costs(ratios_only)
-        solver.set_upper(makespan, shortest * (1 + 1e-9))
+        solver.set_upper(makespan, shortest * (1 + 1e-12))  # room for rounding; ratios move by 1e-10 at most
         return solver.minimize(from_feasible=True)[ratios], shortest * lp.scale_s
 
 

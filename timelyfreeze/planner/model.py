@@ -137,8 +137,8 @@ class CostModel:
     def _run(self, duration: Floats, skipped: Bools) -> tuple[Floats, Floats]:
         """Starts and ends ``[num_nodes, num_sets]`` from durations; all in level order."""
         nodes = self.nodes
-        # Nothing is sent to a backward that does not run, so it waits for its rank alone.
-        delay = np.where(skipped, -np.inf, self.transfer_s[nodes.by_level][:, None])
+        # Nothing is sent to a backward that does not run; its rank still comes to it only after the one above it.
+        delay = np.where(skipped, 0.0, self.transfer_s[nodes.by_level][:, None])
         start = np.empty_like(duration)
         end = np.zeros((len(duration) + 1, duration.shape[1]))  # row 0: the end of nothing
         for first, last in zip(nodes.bounds, nodes.bounds[1:], strict=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +86,11 @@ def split_batch(
             Microbatch(own, {}, label, size)
             for own, label, size in zip(columns, pieces[2].slices, slice_sizes, strict=True)
         ]
-    return [
-        Microbatch(*_rebuild(pieces, lambda leaf, i=i: leaf.slices[i] if isinstance(leaf, _Pieces) else leaf), size)
-        for i, size in enumerate(slice_sizes)
-    ]
+    slices = []
+    for index, size in enumerate(slice_sizes):
+        own_args, own_kwargs, own_target = _rebuild(pieces, _picker(index))
+        slices.append(Microbatch(own_args, own_kwargs, own_target, size))
+    return slices
 
 
 class _Pieces:
@@ -101,12 +102,16 @@ class _Pieces:
         self.slices = slices
 
 
+def _picker(index: int) -> Callable[[Any], Any]:
+    return lambda leaf: leaf.slices[index] if isinstance(leaf, _Pieces) else leaf
+
+
 def _cut(leaf: Any, slice_sizes: list[int]) -> Any:
     if isinstance(leaf, NoChunk):
         return leaf.value
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return leaf
-    return _Pieces(leaf.split(slice_sizes))
+    return _Pieces(torch.split(leaf, slice_sizes))
 
 
 def _slice_sizes(num_samples: int, num_slices: int) -> list[int]:

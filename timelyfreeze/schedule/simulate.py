@@ -43,8 +43,8 @@ def simulate(
         durations_s: seconds of every action; those of skipped actions do not count and may be left out.
         transfer_s: seconds from one rank to another: one number, or by (from stage, to stage), where pairs that are
             left out take no time. Between stages on one rank nothing is sent.
-        skipped: backward actions that do not run at all. They take no time, wait for no data, and nothing waits for
-            theirs.
+        skipped: backward actions that do not run at all. They take no time and nothing is sent to them, but they keep
+            their place in the order: a rank passes one once the backward above it has ended.
 
     Raises:
         ValueError: durations are missing, negative or not finite, or belong to no action of the schedule.
@@ -67,8 +67,8 @@ def simulate(
     for node in graph.order:
         previous, source = graph.previous[node], graph.data[node]
         begin = end[previous] if previous != NOTHING else 0.0
-        if source != NOTHING and not is_skipped[node] and not is_skipped[source]:
-            begin = max(begin, end[source] + transfers[node])
+        if source != NOTHING:
+            begin = max(begin, end[source] + (0.0 if is_skipped[node] else transfers[node]))
         start[node] = begin
         end[node] = begin + length[node]
     busy = [0.0] * schedule.num_ranks

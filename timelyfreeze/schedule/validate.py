@@ -155,24 +155,18 @@ def _check_once(places: dict[Action, list[_Place]], owner: dict[int, int], locat
     faults = []
     for action, where in places.items():
         if len(where) > 1:
-            also = ", ".join(locate(*place) for place in where[:3])
-            faults.append(_Fault(f"{action} is there {len(where)} times ({also})", where[-1]))
-    seen = sorted({(action.stage, action.microbatch) for action in places})
-    for stage, microbatch in seen:
-        here = {kind: places.get(Action(stage, kind, microbatch)) for kind in Kind}
-        at = next(where[0] for where in here.values() if where)
-        if not here[Kind.F]:
-            faults.append(_Fault(f"{stage}F{microbatch} is missing on rank {owner[stage]}", at))
-        halves = [kind for kind in (Kind.I, Kind.W) if here[kind]]
-        if here[Kind.B] and halves:
-            names = " and ".join(f"{stage}{kind}{microbatch}" for kind in halves)
-            text = f"{stage}B{microbatch} is a whole backward, yet {names} is there too"
-            faults.append(_Fault(text, places[Action(stage, Kind.B, microbatch)][0]))
-        elif len(halves) == 1:
-            lacking = Kind.W if halves[0] is Kind.I else Kind.I
-            faults.append(_Fault(f"{stage}{lacking}{microbatch} is missing on rank {owner[stage]}", at))
-        elif not here[Kind.B] and not halves:
-            faults.append(_Fault(f"{stage}B{microbatch} is missing on rank {owner[stage]}", at))
+            faults.append(_Fault(f"{action} is there {len(where)} times, first at {locate(*where[0])}", where[-1]))
+    for stage, microbatch in sorted({(action.stage, action.microbatch) for action in places}):
+        there = [kind for kind in Kind if Action(stage, kind, microbatch) in places]
+        at = places[Action(stage, there[-1], microbatch)][0]
+        if Kind.B in there and len(there) > 1 + (Kind.F in there):
+            halves = " and ".join(f"{stage}{kind}{microbatch}" for kind in there if kind in (Kind.I, Kind.W))
+            faults.append(_Fault(f"{stage}B{microbatch} is a whole backward, yet {halves} is there too", at))
+        wanted = (Kind.F, Kind.I, Kind.W) if Kind.I in there or Kind.W in there else (Kind.F, Kind.B)
+        for kind in wanted if Kind.B not in there else (Kind.F,):
+            if kind not in there:
+                text = f"{stage}{kind}{microbatch} is missing on rank {owner[stage]}"
+                faults.append(_Fault(f"{text}, which does {stage}{there[-1]}{microbatch}", at))
     return faults
 
 
