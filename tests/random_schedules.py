@@ -59,7 +59,7 @@ def random_costs(schedule: Schedule, draw: random.Random) -> ActionCosts:
     stiff = {stage for stage in range(schedule.num_stages) if draw.random() < 0.15}
     upper, lower = {}, {}
     for action in schedule.actions:
-        is_idle = action.stage in idle and action.kind is not Kind.F
+        is_idle = action.kind is not Kind.F and (action.stage in idle or draw.random() < 0.03)
         upper[action] = 0.0 if is_idle else scale * draw.uniform(0.05, 1.0)
         if action.kind in (Kind.B, Kind.W) and action.stage not in stiff:
             lower[action] = upper[action] * draw.choice([0.0, draw.random(), draw.random(), 1.0])

@@ -110,6 +110,18 @@ def test_measured_bounds_are_the_machines() -> None:
             assert plan.costs.lower_s[action] == pytest.approx(1.2 * size if action.stage else 0.0)
 
 
+@pytest.mark.parametrize("settle_steps", [0, 1, 3])
+def test_the_first_steps_of_a_measuring_phase_do_not_count(settle_steps: int) -> None:
+    machine, _ = make_machine(warmup_steps=1, measure_steps=7, settle_steps=settle_steps)
+    for step in range(15):
+        machine.slowdown = 50.0 if step in range(1, 1 + settle_steps) or step in range(8, 8 + settle_steps) else 1.0
+        machine.run(1)
+    actions = machine.controller.report()["actions"]
+    assert actions["1B0"]["upper"] == {"median_s": 3.0, "spread_s": 0.0, "num_samples": 7 - settle_steps}
+    assert actions["1F0"]["upper"]["num_samples"] == 2 * (7 - settle_steps)
+    assert actions["1B0"]["lower"]["spread_s"] == 0.0
+
+
 @pytest.mark.parametrize(("num_ranks", "max_ratio"), [(2, 0.5), (2, 0.8), (4, 0.8)])
 def test_steady_steps_take_what_the_plan_says(num_ranks: int, max_ratio: float) -> None:
     schedule = create_schedule("1f1b", num_ranks=num_ranks, num_microbatches=8)
@@ -340,6 +352,23 @@ def test_other_trainable_parameters_are_measured_anew() -> None:
     assert any(action.stage == 0 for action in second.ratios)
     assert planner.num_started == 2
     assert [e["num_trainable"] for e in events_of(machine.controller, "trainable_changed")] == [24]
+
+
+def test_a_plan_for_parameters_that_no_longer_train_is_dropped() -> None:
+    machine, planner = make_machine(warmup_steps=0, measure_steps=3, switch_delay_steps=5)
+    planner.waiting = True
+    machine.run(7)
+    assert planner.costs is not None
+    machine.trainable[0][:] = False
+    machine.run(1)
+    assert planner.costs is None
+    planner.waiting = False
+    assert machine.controller.report()["announced_switch_step"] is None
+    machine.run_until("ramp")
+    assert [event["step"] for event in events_of(machine.controller, "plan")] == [7 + 6 + 5]
+    plan = machine.controller.plan
+    assert plan is not None
+    assert all(action.stage == 1 for action in plan.ratios)
 
 
 def test_flags_that_change_all_the_time_do_not_keep_a_run_measuring() -> None:

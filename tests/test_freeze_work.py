@@ -108,6 +108,7 @@ def test_no_hook_stays_behind_also_when_forward_raises() -> None:
         stage[1](torch.ones(2, 8))  # outside of the stage's forward
         assert num_hooks(stage) > 0
     assert id(stage[1]) not in profile.uses
+    assert profile.names[max(profile.first_use)].startswith("0.")
 
 
 def test_recording_changes_neither_results_nor_the_generator() -> None:

@@ -16,7 +16,7 @@ from tests.random_schedules import published_costs, random_costs, random_schedul
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import PlanError
 from timelyfreeze.planner import Plan, Planner, make_plan, planned_durations
-from timelyfreeze.planner.live import least_live_shares, live_floor
+from timelyfreeze.planner.live import MIN_LIVE_RATIO, least_live_shares, live_floor
 from timelyfreeze.planner.model import CostModel
 from timelyfreeze.planner.true_cost import ratio_grid
 from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule, simulate
@@ -36,6 +36,11 @@ FIGURES = [
     (2, 8, (33, 64, 38), 0.5, 873, 705.0),
     (2, 8, (33, 64, 38), 0.8, 873, 642.6),
 ]
+
+# Where times scatter, the program's optimum uses fractions of single micro-batches in the lowest stage. Masks could not
+# follow them without starving parameters; dealt out in whole micro-batches the step was up to 5.5 % longer (measured on
+# 2 x 8, 4 x 8, 4 x 16 and 12 x 48 with scatter 0.02 and 0.2).
+DEALT_OUT = 1.06
 
 
 def mean_ratio(plan: Plan, stage: int) -> float:
@@ -73,11 +78,13 @@ def test_published_figures(
     assert plan.makespan_s <= plan.objective_s * (1 + 1e-9)
 
 
-def test_cuts_reach_what_half_the_microbatches_would() -> None:
-    """4 x 8 at cap 0.5: plain 638, the linear program 457, plain with half the micro-batches 406."""
+def test_cuts_beat_the_linear_program_and_leave_every_microbatch_something_to_train() -> None:
+    """4 x 8 at cap 0.5: plain 638, the linear program 457. None is a forward paid for nothing."""
     schedule = create_schedule("1f1b", num_ranks=4, num_microbatches=8)
     plan = make_plan(schedule, published_costs(schedule, 15, 43, 20), 0.5)
-    assert plan.makespan_s < 406
+    assert plan.makespan_s < 430
+    assert any(cut > 0 for cut in plan.cuts)
+    assert all(plan.ratios[Action(3, Kind.B, mb)] <= 1 - MIN_LIVE_RATIO for mb in range(8))
 
 
 def test_milliseconds_and_seconds_give_the_same_plan() -> None:
@@ -95,15 +102,15 @@ def test_scattered_times(scatter: float, cap: float) -> None:
     schedule = create_schedule("1f1b", num_ranks=4, num_microbatches=16)
     plan = make_plan(schedule, scattered_costs(schedule, seed=1, scatter=scatter), cap)
     check_plan(plan)
-    assert plan.makespan_s <= plan.objective_s
+    assert plan.makespan_s <= plan.objective_s * DEALT_OUT
 
 
-def test_large_plans_without_another_program() -> None:
-    """Above 1,024 actions the other stages keep the program's ratios; the plan still is no slower than promised."""
+def test_large_plans() -> None:
+    """Above 1,024 actions the search is short."""
     schedule = create_schedule("1f1b", num_ranks=12, num_microbatches=48)
     plan = make_plan(schedule, scattered_costs(schedule, seed=0), 0.8)
     check_plan(plan)
-    assert plan.makespan_s <= plan.objective_s
+    assert plan.makespan_s <= plan.objective_s * DEALT_OUT
 
 
 def test_lowest_stage_is_all_or_nothing_by_microbatch() -> None:
@@ -131,15 +138,19 @@ def test_nothing_is_frozen_where_that_gains_nothing() -> None:
     plan = make_plan(schedule, ActionCosts(upper, {Action(0, Kind.B, mb): 0.0 for mb in range(4)}), 0.8)
     check_plan(plan)
     assert plan.unfrozen_makespan_s == 82.0
-    assert plan.makespan_s <= 81.0
-    assert sum(plan.ratios.values()) == 1.0
-    assert plan.ratios[Action(0, Kind.B, 3)] == 1.0
+    assert plan.makespan_s <= 81.25
+    assert sum(plan.ratios.values()) <= 1.0 + 1e-9
+    assert plan.ratios[Action(0, Kind.B, 3)] == 1.0 - MIN_LIVE_RATIO
 
 
-def test_every_microbatch_trains_something_where_that_costs_nothing() -> None:
-    schedule = create_schedule("1f1b", num_ranks=4, num_microbatches=8)
-    plan = make_plan(schedule, published_costs(schedule, 15, 43, 20), 0.3)
-    assert max(plan.cuts) < schedule.num_stages
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("cap", [0.3, 0.6, 0.9])
+def test_every_microbatch_trains_something(stages: int, cap: float) -> None:
+    schedule = create_schedule("1f1b", num_ranks=stages, num_microbatches=8)
+    for seed in range(5):
+        plan = make_plan(schedule, scattered_costs(schedule, seed), cap)
+        check_plan(plan)
+        assert max(plan.cuts) < schedule.num_stages
 
 
 def test_cap_of_zero_and_one() -> None:

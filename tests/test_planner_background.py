@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from tests.random_schedules import published_costs, scattered_costs
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import PlanError
-from timelyfreeze.planner import BackgroundPlanner, make_plan
+from timelyfreeze.planner import BackgroundPlanner, Planner, make_plan
 from timelyfreeze.planner import highs as highs_module
 from timelyfreeze.schedule import Schedule, create_schedule
 
@@ -77,6 +78,29 @@ def test_a_new_start_replaces_the_old_one() -> None:
     assert plan.objective_s == pytest.approx(make_plan(schedule, new, 0.5).objective_s, rel=1e-9)
 
 
+def test_two_solves_never_overlap(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled solve may still be in its last slice when the next one starts; the solver is not for two threads."""
+    num_inside = 0
+    overlaps = []
+    both_started = threading.Event()
+
+    def watched(planner: Planner, costs: ActionCosts, is_stopped: Callable[[], bool]) -> None:
+        nonlocal num_inside
+        num_inside += 1
+        both_started.wait(PATIENCE_S)
+        overlaps.append(num_inside > 1)
+        num_inside -= 1
+
+    monkeypatch.setattr(Planner, "solve", watched)
+    with BackgroundPlanner(schedule) as background:
+        background.start(scattered_costs(schedule, seed=0))
+        background.start(scattered_costs(schedule, seed=1))
+        assert len(planner_threads()) == 2
+        both_started.set()
+        assert background.wait(PATIENCE_S)
+    assert overlaps == [False, False]
+
+
 def test_cancel_drops_the_plan(schedule: Schedule) -> None:
     with BackgroundPlanner(schedule) as background:
         background.start(scattered_costs(schedule, seed=0))
@@ -114,30 +138,32 @@ def test_arguments_are_checked_at_once(schedule: Schedule) -> None:
 
 def test_the_solver_runs_without_the_gil(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is made to give the GIL away here, so this one can go on only if the solver lets go of it by itself."""
-    is_inside = False
-    entered = threading.Event()
+    entered, others_ran = threading.Event(), threading.Event()
 
-    class Marked(highs_module._Highs):  # type: ignore[misc, name-defined]
+    class Repeated(highs_module._Highs):  # type: ignore[misc, name-defined]
         def run(self) -> object:
-            nonlocal is_inside
-            is_inside = True
             entered.set()
-            status = super().run()
-            is_inside = False
+            for _ in range(1000):  # a solve lasts a millisecond, less than it may take the other thread to wake up
+                self.clearSolver()
+                status = super().run()
+                if others_ran.is_set():
+                    break
             return status
 
-    monkeypatch.setattr(highs_module, "_Highs", Marked)
+    monkeypatch.setattr(highs_module, "_Highs", Repeated)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e6)
     try:
         with BackgroundPlanner(schedule) as background:
             background.start(scattered_costs(schedule, seed=0))
             assert entered.wait(PATIENCE_S)
-            was_inside = is_inside
+            was_busy = background.is_busy
+            others_ran.set()
             assert background.wait(PATIENCE_S)
+            assert background.take() is not None
     finally:
         sys.setswitchinterval(interval)
-    assert was_inside
+    assert was_busy
 
 
 def run_python(program: str) -> subprocess.CompletedProcess[str]:

@@ -108,7 +108,7 @@ def test_gaps_in_the_numbers() -> None:
 
 def test_huge_numbers_do_not_hang() -> None:
     with pytest.raises(ScheduleError, match="micro-batch 1 has no actions"):
-        Schedule([[(0, "F", 0), (0, "B", 0), (0, "F", 10**15), (0, "B", 10**15)]])
+        Schedule([[Action(0, kind, number) for number in (0, 10**15) for kind in (Kind.F, Kind.B)]])
 
 
 def test_every_fault_is_told() -> None:
@@ -138,13 +138,14 @@ def test_long_schedules_are_shown_around_the_fault() -> None:
 
 
 def test_empty_schedules() -> None:
-    for ranks in ([], [[]], [[], []]):
+    nothing: list[list[list[str]]] = [[], [[]], [[], []]]
+    for ranks in nothing:
         with pytest.raises(ScheduleError, match="a schedule without actions"):
             Schedule(ranks)
     with pytest.raises(ScheduleError, match="rank 1 has no actions; leave it out"):
         Schedule([["0F0", "0B0"], []])
     with pytest.raises(ScheduleError, match="negative"):
-        Schedule([[(0, "F", -1), (0, "B", -1)]])
+        Schedule([[Action(0, Kind.F, -1), Action(0, Kind.B, -1)]])
 
 
 @pytest.mark.parametrize(
@@ -183,8 +184,9 @@ def mutate(ranks: list[list[Action]], draw: random.Random) -> list[list[Action]]
     elif kind == "move place":
         orders[rank].insert(other, orders[rank].pop(at))
     else:
-        changed = draw.choice([{"stage": other}, {"microbatch": other}, {"kind": draw.choice(list(Kind))}])
-        orders[rank][at] = orders[rank][at]._replace(**changed)
+        old = orders[rank][at]
+        changed = [old._replace(stage=other), old._replace(microbatch=other), old._replace(kind=draw.choice(list(Kind)))]
+        orders[rank][at] = draw.choice(changed)
     return orders
 
 

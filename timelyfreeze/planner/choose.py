@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from timelyfreeze.planner.live import keep_live, live_floor
+from timelyfreeze.planner.live import keep_live, keep_microbatches_live, live_floor, top_stage
 from timelyfreeze.planner.model import CostModel, Floats, Ints
 from timelyfreeze.planner.patterns import first_patterns, neighbour_patterns
 
 _SAME = 1e-9  # makespans this close, relatively, are equal
 _MIN_ROUNDS = 2  # of local search, where time allows; more while the plan is slower than the linear program promised
 _MAX_ROUNDS = 6
-_MAX_REPEATS = 3
+_KEPT = 4  # of the best of each search, since keeping parameters live may change their order
+# Larger schedules are searched briefly: on 16 x 64 (2,048 actions) all of it would take as long as the program.
+_MOST_ACTIONS_SEARCHED = 1024
 
-Solve = Callable[[Floats], Floats]
 
-
-def choose_ratios(
-    model: CostModel, ratios: Floats, *, max_ratio: float, target_s: float, solve_again: Solve, num_solves: int
-) -> Floats:
+def choose_ratios(model: CostModel, ratios: Floats, *, max_ratio: float, target_s: float) -> Floats:
     """Deal the base stage's ratios out by micro-batch, so that some are cut, and take the best plan found.
 
     Tried are the sum of ratios that the program chose (it fits exactly, but dealt out in whole micro-batches it mostly
-    makes a longer step: 3,413 for 3,011 ms on 1F1B 16 x 64 with 5 % scatter at cap 0.8) and as many whole micro-batches
+    makes a longer step: 3,410 for 3,040 ms on 1F1B 16 x 64 with 5 % scatter at cap 0.8) and as many whole micro-batches
     as the cap allows (3,006 ms, since cuts spare the next stage its input gradient). Best is the least makespan, then
     the fewest micro-batches that train nothing, then the least freezing.
 
     Args:
         ratios: ``[num_stages, num_microbatches]``, as the program chose them.
         target_s: the program's optimum.
-        solve_again: solves for the other stages with the cuts of given ratios.
-        num_solves: how many patterns are worth that; with 0 the search is short, too.
 
     Returns:
-        ratios that obey the cap and starve no parameter.
+        ratios that obey the cap, starve no parameter and leave every micro-batch something to train.
     """
+    ratios = keep_microbatches_live(model, ratios)
     places = np.flatnonzero(model.freezable[model.base])
-    if not len(places):
+    if not len(places) or model.base == top_stage(model):
         return keep_live(model, ratios, max_ratio)
+    thorough = len(model.upper_s) <= _MOST_ACTIONS_SEARCHED
     sets = []
-    amounts = _amounts(ratios[model.base, places], max_ratio, model.num_microbatches, num_solves > 0)
-    for num_full, part in amounts:
-        found = _search(model, ratios, places, num_full, part, target_s, _MIN_ROUNDS if num_solves else 0)
-        sets.append(found[: max(1, num_solves // len(amounts))])
-    candidates = _best_first(model, _mended(model, np.concatenate(sets), max_ratio))
-    if num_solves:
-        candidates = _solve_again(model, candidates, max_ratio, solve_again, num_solves)
-    return _thin_out(model, candidates[0], places)
+    for num_full, part in _amounts(ratios[model.base, places], max_ratio, model.num_microbatches, thorough):
+        found = _search(model, ratios, places, num_full, part, target_s, _MIN_ROUNDS if thorough else 0)
+        sets.append(found[: _KEPT if thorough else 1])
+    mended = np.stack([keep_live(model, candidate, max_ratio) for candidate in np.concatenate(sets)])
+    return _thin_out(model, _best_first(model, mended)[0], places)
 
 
 def _amounts(weights: Floats, max_ratio: float, num_microbatches: int, thorough: bool) -> list[tuple[int, float]]:
@@ -87,23 +80,6 @@ def _search(
             break
         ranked, makespan = found, better
     return ranked
-
-
-def _solve_again(model: CostModel, candidates: Floats, max_ratio: float, solve_again: Solve, num_solves: int) -> Floats:
-    """Let the other stages' ratios follow the cuts; new ratios can cut deeper, so the best is solved for again."""
-    todo = candidates[:num_solves]
-    for _ in range(_MAX_REPEATS):
-        solved = _mended(model, np.stack([solve_again(ratios) for ratios in todo]), max_ratio)
-        before = candidates[0]
-        candidates = _best_first(model, np.concatenate([candidates, solved]))
-        if np.array_equal(candidates[0], before):
-            break
-        todo = candidates[:1]
-    return candidates
-
-
-def _mended(model: CostModel, sets: Floats, max_ratio: float) -> Floats:
-    return np.stack([keep_live(model, ratios, max_ratio) for ratios in sets])
 
 
 def _thin_out(model: CostModel, ratios: Floats, places: Ints) -> Floats:

@@ -1,12 +1,11 @@
-"""From a schedule and its costs to the linear program's data, without and with known cuts."""
+"""From a schedule and its costs to the linear program's data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from timelyfreeze.planner.live import live_floor
 from timelyfreeze.planner.lp import Budget, Problem
 from timelyfreeze.planner.model import CostModel, Floats, Ints
 from timelyfreeze.schedule import Schedule
@@ -38,10 +37,11 @@ class Formulation:
         # A basic solution is exact up to rounding; ratios within 1e-9 of a bound are that bound.
         values = np.where(values < 1e-9, 0.0, np.where(values > 1 - 1e-9, 1.0, values))
         grid[self.stages, self.microbatches] = values
-        sums = grid.sum(axis=1)
-        limits = self.max_ratio * self.model.freezable.sum(axis=1)
-        over = sums > limits  # by the solver's tolerance at most
-        grid[over] *= (limits[over] / sums[over])[:, None]
+        # What passes the cap, by the solver's tolerance at most, comes off the ratios that are not 1: those make cuts.
+        partly = np.where(grid < 1.0, grid, 0.0)
+        over = grid.sum(axis=1) - self.max_ratio * self.model.freezable.sum(axis=1)
+        for stage in np.flatnonzero((over > 0) & (partly.sum(axis=1) > over)):
+            grid[stage] -= partly[stage] * (over[stage] / partly[stage].sum())
         return grid
 
 
@@ -51,7 +51,7 @@ def formulate(schedule: Schedule, model: CostModel, max_ratio: float) -> Formula
     numbers = np.full(model.freezable.shape, -1)
     numbers[stages, microbatches] = np.arange(len(stages))
     nodes = model.nodes
-    lower = np.where(nodes.stage > model.base, model.lower_s, 0.0)
+    lower = np.where(model.is_above, model.lower_s, 0.0)
     caps = []
     for stage in range(model.num_stages):
         ratios = np.flatnonzero(stages == stage)
@@ -68,40 +68,3 @@ def formulate(schedule: Schedule, model: CostModel, max_ratio: float) -> Formula
         budgets=caps,
     )
     return Formulation(problem, model, max_ratio, stages, microbatches, numbers)
-
-
-def fix_cuts(formulation: Formulation, ratios: Floats) -> Problem:
-    """The program for given cuts: those that the ratios ``[num_stages, num_microbatches]`` make.
-
-    Once the cuts are known the true cost is linear. Below a micro-batch's cut nothing runs and nothing is sent; in
-    its cut stage the time goes to nothing with the ratio. The base stage's ratios stay as given, as do those below a
-    cut; the others are free. The ratios given are a solution, so the optimum is at least as good. In every stage enough
-    work of micro-batches that reach below it stays live (``live_floor``).
-    """
-    problem, model = formulation.problem, formulation.model
-    nodes, stages = model.nodes, formulation.stages
-    cuts = model.cuts(ratios)
-    cut = cuts[nodes.microbatch]
-    below, at_cut = nodes.is_backward & (nodes.stage < cut), nodes.is_backward & (nodes.stage == cut)
-    ratio = np.where(at_cut, formulation.numbers[nodes.stage, nodes.microbatch], np.where(below, -1, problem.ratio))
-    span = np.where(at_cut, problem.upper_s, problem.span_s)
-
-    given = ratios[stages, formulation.microbatches]
-    cut_of = cuts[formulation.microbatches]
-    is_fixed = (stages == model.base) | (stages < cut_of)
-    budgets = list(problem.budgets)
-    for stage in range(model.base + 1, model.num_stages):
-        above = np.flatnonzero((stages == stage) & (cut_of < stage))
-        limit = len(above) - live_floor(formulation.max_ratio) * model.num_microbatches
-        if len(above) and limit > given[above].sum():
-            budgets.append(Budget(above.tolist(), limit))
-    return replace(
-        problem,
-        upper_s=np.where(below, 0.0, problem.upper_s),
-        span_s=np.where(ratio >= 0, span, 0.0),
-        ratio=ratio,
-        transfer_s=np.where(below, 0.0, problem.transfer_s),
-        lower=np.where(is_fixed, given, 0.0),
-        upper=np.where(is_fixed, given, 1.0),
-        budgets=budgets,
-    )

@@ -6,6 +6,9 @@ import numpy as np
 
 from timelyfreeze.planner.model import FULL, CostModel, Floats
 
+MIN_LIVE_RATIO = 0.25
+"""The share of the highest stage's work that every micro-batch trains."""
+
 _LIVE = 1e-9  # a ratio this small leaves everything live
 
 
@@ -32,6 +35,36 @@ def least_live_shares(model: CostModel, ratios: Floats) -> Floats:
     """
     shares: Floats = np.where(model.freezable, _live(model, ratios), 1.0).mean(axis=1)
     return shares
+
+
+def top_stage(model: CostModel) -> int:
+    """The highest stage that has something to freeze; -1 if none has."""
+    return int(np.flatnonzero(model.freezable.any(axis=1)).max(initial=-1))
+
+
+def keep_microbatches_live(model: CostModel, ratios: Floats) -> Floats:
+    """Let every micro-batch train something: one that trained nothing would be a smaller batch, paid for in full.
+
+    In the highest stage that trains no ratio passes ``1 - MIN_LIVE_RATIO``. What is taken from one micro-batch goes to
+    the others, evenly, as far as they have room, so that the stage's sum stays where it can.
+    """
+    top = top_stage(model)
+    if top < 0:
+        return ratios
+    places = np.flatnonzero(model.freezable[top])
+    row = np.minimum(ratios[top, places], 1.0 - MIN_LIVE_RATIO)
+    spare = min(float(ratios[top, places].sum()), (1.0 - MIN_LIVE_RATIO) * len(row)) - float(row.sum())
+    while spare > 1e-12:
+        room = 1.0 - MIN_LIVE_RATIO - row
+        open_places = room > 1e-12
+        if not open_places.any():
+            break
+        share = min(spare / int(open_places.sum()), float(room[open_places].min()))
+        row = row + share * open_places
+        spare -= share * int(open_places.sum())
+    limited: Floats = ratios.copy()
+    limited[top, places] = row
+    return limited
 
 
 def keep_live(model: CostModel, ratios: Floats, max_ratio: float) -> Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import numpy as np
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import PlanError, problem, raise_all
 from timelyfreeze.planner.choose import choose_ratios
-from timelyfreeze.planner.formulate import fix_cuts, formulate
+from timelyfreeze.planner.formulate import formulate
 from timelyfreeze.planner.highs import Basis, HighsSolver, StoppedError
 from timelyfreeze.planner.lp import Problem, Statuses, build_lp, critical_path_basis
 from timelyfreeze.planner.model import Bools, CostModel, Floats
@@ -21,12 +20,8 @@ from timelyfreeze.schedule import Schedule
 MODES = ("lp",)
 # The first solve weighs the sum of ratios this little beside the makespan. It ends at or next to the vertex that the
 # two exact solves look for, and is itself faster than minimising the makespan alone, whose optimum is hugely
-# degenerate (16 x 64 with 5 % scatter: 140 ms for 220 ms).
+# degenerate (16 x 64 with 5 % scatter, all solves together: 169 for 211 ms at cap 0.8, 221 for 296 ms at 0.5).
 _WEIGHT = 1e-3
-# Freezing in cut micro-batches counts this much more when the sum of ratios is minimised for known cuts, so that among
-# equal plans the one is taken in which every micro-batch trains something.
-_CUT_WEIGHT = 1.001
-_MAX_ACTIONS_TO_SOLVE_AGAIN = 1024  # larger programs take as long again; see also _num_solves
 
 
 def make_plan(schedule: Schedule, costs: ActionCosts, max_ratio: float = 0.8, mode: str = "lp") -> Plan:
@@ -37,7 +32,8 @@ def make_plan(schedule: Schedule, costs: ActionCosts, max_ratio: float = 0.8, mo
         costs: bounds of exactly this schedule's actions.
         max_ratio: cap on every stage's mean freeze ratio, in [0, 1].
         mode: how to plan. ``"lp"``: TimelyFreeze's linear program (arXiv 2602.05754), then the lowest stage's ratios
-            dealt out by micro-batch, with cuts. The same input gives the same plan.
+            dealt out by whole micro-batches, which are cut there, and at least ``MIN_LIVE_RATIO`` of the highest
+            stage left live in every micro-batch. The same input gives the same plan.
 
     Raises:
         ValueError: an argument is out of range, or the costs are not this schedule's.
@@ -117,33 +113,23 @@ class Planner:
         start = None
         if self._basis is not None and np.array_equal(self._basis[1], model.freezable):
             start = self._basis[0]
-        weights = np.ones(len(formulation.stages))
-        values, objective_s = self._minimize(formulation.problem, weights, start)
+        values, objective_s = self._minimize(formulation.problem, start)
         self._basis = (self._solver.basis(), model.freezable)
-
-        def solve_again(ratios: Floats) -> Floats:
-            cuts = model.cuts(ratios)[formulation.microbatches]
-            weights = np.where(cuts > model.base, _CUT_WEIGHT, 1.0)
-            return formulation.to_grid(self._minimize(fix_cuts(formulation, ratios), weights)[0])
 
         ratios = choose_ratios(
             model,
             formulation.to_grid(values),
             max_ratio=self.max_ratio,
             target_s=objective_s,
-            solve_again=solve_again,
-            num_solves=_num_solves(len(model.upper_s)),
         )
         return ratios, objective_s
 
-    def _minimize(
-        self, problem: Problem, weights: Floats, start: Statuses | Basis | None = None
-    ) -> tuple[Floats, float]:
-        """Minimise the makespan and then, at that makespan, the weighted sum of ratios: (ratios, makespan in s)."""
+    def _minimize(self, problem: Problem, start: Statuses | Basis | None) -> tuple[Floats, float]:
+        """Minimise the makespan and then, at that makespan, the sum of ratios: (ratios, makespan in s)."""
         solver, lp = self._solver, build_lp(problem)
         makespan, ratios = lp.makespan, slice(lp.makespan + 1, None)
         time_only, ratios_only = lp.cost, np.zeros(len(lp.cost))
-        ratios_only[ratios] = weights
+        ratios_only[ratios] = 1.0
         solver.load(replace(lp, cost=time_only + _WEIGHT * ratios_only), start or critical_path_basis(problem))
         solver.minimize()
         solver.set_costs(time_only)
@@ -151,10 +137,3 @@ class Planner:
         solver.set_costs(ratios_only)
         solver.set_upper(makespan, shortest * (1 + 1e-12))  # room for rounding; ratios move by 1e-10 at most
         return solver.minimize(from_feasible=True)[ratios], shortest * lp.scale_s
-
-
-def _num_solves(num_actions: int) -> int:
-    """How many patterns are worth another linear program; none where it would double the time."""
-    if num_actions > _MAX_ACTIONS_TO_SOLVE_AGAIN:
-        return 0
-    return max(1, min(12, math.ceil(1536 / num_actions)))

@@ -64,11 +64,13 @@ class CostModel:
 
     Attributes:
         num_stages, num_microbatches: the size of a grid.
-        upper_s, lower_s: the bounds of every node; equal where it cannot be frozen.
+        upper_s, lower_s: the bounds of every node; equal where it cannot be frozen, 0 where it never runs.
         is_freezable: of every node.
         freezable: ``[num_stages, num_microbatches]``, whether the stage's weight gradient can be frozen.
-        base: the lowest stage that has anything to train: 0, unless the user has frozen the stages below. It needs no
-            input gradient, so with everything frozen nothing of its backward remains. ``num_stages`` if there is none.
+        base: the lowest stage that has anything to train: 0, unless the user has frozen the stages below.
+            ``num_stages`` if there is none.
+        is_above: of every node, whether it lies above the lowest stage that has anything to train in its micro-batch.
+            That stage needs no input gradient, so with everything frozen nothing of its backward remains.
         transfer_s: seconds that every node's data takes to reach it.
     """
 
@@ -77,16 +79,19 @@ class CostModel:
         nodes = self.nodes = graph.arrays
         self.num_stages = schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
-        upper, lower = costs.upper_s, costs.lower_s
-        self.upper_s = np.array([upper[action] for action in graph.actions])
-        self.lower_s = np.array([lower[action] for action in graph.actions])
-        self.is_freezable = nodes.is_weight & (self.lower_s < self.upper_s)
-        self.lower_s = np.where(self.is_freezable, self.lower_s, self.upper_s)
-        self.transfer_s = np.array(transfer_times(schedule, costs.transfer_s))
+        upper = np.array([costs.upper_s[action] for action in graph.actions])
+        lower = np.array([costs.lower_s[action] for action in graph.actions])
+        self.is_freezable = nodes.is_weight & (lower < upper)
         self.freezable = self._grid(self.is_freezable)
-        trained = self._grid(nodes.is_weight & (self.upper_s > 0))
-        self._always_trains = trained & ~self.freezable
-        self.base = int(trained.any(axis=1).argmax()) if trained.any() else self.num_stages
+        self._always_trains = self._grid(nodes.is_weight & (upper > 0)) & ~self.freezable
+        # With nothing frozen: where the user's own frozen stages cut.
+        lowest = self.cuts(np.zeros(self.freezable.shape))
+        self.base = int(lowest.min())
+        never = nodes.is_backward & (nodes.stage < lowest[nodes.microbatch])
+        self.is_above = nodes.stage > lowest[nodes.microbatch]
+        self.upper_s = np.where(never, 0.0, upper)
+        self.lower_s = np.where(self.is_freezable, lower, self.upper_s)
+        self.transfer_s = np.where(never, 0.0, transfer_times(schedule, costs.transfer_s))
         # In level order, behind a row 0 that stands for "waits for nothing".
         row = np.zeros(len(graph.actions) + 1, dtype=np.intp)
         row[nodes.by_level] = np.arange(1, len(row))
@@ -107,8 +112,8 @@ class CostModel:
         return start[place, 0], end[place, 0]
 
     def frozen_makespan(self) -> float:
-        """Seconds with every freezable action at its lower bound, which is 0 in the base stage."""
-        spared = self.is_freezable & (self.nodes.stage <= self.base)
+        """Seconds with every freezable action at its lower bound, which is 0 in the lowest stage that trains."""
+        spared = self.is_freezable & ~self.is_above
         duration = np.where(spared, 0.0, self.lower_s)[self.nodes.by_level, None]
         return float(self._run(duration, np.zeros_like(duration, dtype=bool))[1].max())
 
