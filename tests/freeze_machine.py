@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
 from timelyfreeze.cost import ActionCosts
-from timelyfreeze.freeze import FreezeController, ParameterWork, StepMasks
+from timelyfreeze.freeze import FreezeConfig, FreezeController, ParameterWork, StepMasks
 from timelyfreeze.planner import Plan, make_plan
-from timelyfreeze.schedule import Action, Kind, Schedule, simulate
+from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule, simulate
 
 
 def make_works(num_stages: int, num_parameters: int = 12, seed: int = 0) -> list[ParameterWork]:
@@ -113,3 +115,31 @@ def events_of(controller: FreezeController, *names: str) -> list[dict[str, objec
     """The controller's events of these kinds, without the kinds' names."""
     found = controller.report()["events"]
     return [{k: v for k, v in event.items() if k != "event"} for event in found if event["event"] in names]
+
+
+SCHEDULE = create_schedule("1f1b", num_ranks=2, num_microbatches=8)
+
+
+def make_machine(
+    schedule: Schedule = SCHEDULE, *, seed: int = 0, sizes: tuple[float, ...] = (), **config: object
+) -> tuple[Machine, InstantPlanner]:
+    settings = FreezeConfig(**config)  # type: ignore[arg-type]
+    planner = InstantPlanner(schedule, settings.max_ratio)
+    works = make_works(schedule.num_stages)
+    controller = FreezeController(settings, schedule, seed, works, planner=planner)
+    return Machine(controller, works, sizes), planner
+
+
+def hand_made(schedule: Schedule, ratio: float | list[float], max_ratio: float = 0.8) -> Plan:
+    ratios = ratio if isinstance(ratio, list) else [ratio] * schedule.num_microbatches
+    backward = [a for a in schedule.actions if a.kind is Kind.B]
+    costs = ActionCosts(
+        {a: 1.0 if a.kind is Kind.F else 3.0 for a in schedule.actions}, {a: 1.2 if a.stage else 0.0 for a in backward}
+    )
+    planned = {a: ratios[a.microbatch] for a in backward}
+    plan = Plan.of_ratios(schedule, costs, planned, mode="lp", max_ratio=max_ratio, objective_s=0.0)
+    return replace(plan, objective_s=plan.unfrozen_makespan_s)
+
+
+def runs(phases: list[str]) -> list[tuple[str, int]]:
+    return [(phase, len(list(steps))) for phase, steps in groupby(phases)]

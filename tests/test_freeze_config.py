@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_freeze_controller import hand_made
+from tests.freeze_machine import hand_made
 from timelyfreeze.errors import PlanError
 from timelyfreeze.freeze import FreezeConfig, FreezeController
 from timelyfreeze.freeze.config import check_fits

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.freeze_machine import InstantPlanner, Machine, all_live, events_of, make_works
-from tests.test_freeze_controller import SCHEDULE, hand_made
+from tests.freeze_machine import SCHEDULE, InstantPlanner, Machine, all_live, events_of, hand_made, make_works
 from timelyfreeze.errors import PlanError
 from timelyfreeze.freeze import FreezeConfig, FreezeController
 from timelyfreeze.schedule import create_schedule
