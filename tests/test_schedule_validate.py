@@ -185,7 +185,11 @@ def mutate(ranks: list[list[Action]], draw: random.Random) -> list[list[Action]]
         orders[rank].insert(other, orders[rank].pop(at))
     else:
         old = orders[rank][at]
-        changed = [old._replace(stage=other), old._replace(microbatch=other), old._replace(kind=draw.choice(list(Kind)))]
+        changed = [
+            old._replace(stage=other),
+            old._replace(microbatch=other),
+            old._replace(kind=draw.choice(list(Kind))),
+        ]
         orders[rank][at] = draw.choice(changed)
     return orders
 

@@ -1,0 +1,79 @@
+"""What the README says is so: its code runs, its commands exist, its numbers are those of their rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+# | what | number | file: field (key=value, ...) |
+CLAIMS = re.findall(
+    r"^\|[^|]+\| \**([\d.]+)[^|]*\| `(\w+)`: `([\w.]+)`(?: where `([^`]+)`)? \|$", README, flags=re.MULTILINE
+)
+
+
+def test_the_first_snippet_trains():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    names = {
+        "model": model,
+        "loss_fn": nn.functional.mse_loss,
+        "batches": [(torch.randn(16, 4), torch.randn(16, 4)) for _ in range(3)],
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    before = [p.detach().clone() for p in model.parameters()]
+    exec(SNIPPETS[0], names)
+    names["pipe"].close()
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_planning_needs_no_torch():
+    script = "import sys\nsys.modules['torch'] = None\n" + SNIPPETS[1]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "638 ms -> 425 ms\n", done.stderr
+
+
+def test_the_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z-]+)", README):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    options = re.findall(r"timelyfreeze train(.*)", README)
+    shown = subprocess.run(
+        [sys.executable, "-m", "timelyfreeze", "train", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    for option in re.findall(r"--[a-z-]+", " ".join(options)):
+        assert option in shown, option
+
+
+def test_every_link_leads_somewhere():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize(("number", "file", "field", "where"), CLAIMS)
+def test_numbers_are_those_of_the_last_row(number, file, field, where):
+    rows = [json.loads(line) for line in (ROOT / "bench" / "results" / f"{file}.jsonl").read_text().splitlines()]
+    wanted = dict(pair.split("=") for pair in where.split(", ")) if where else {}
+    matching = [row for row in rows if all(str(row[key]) == value for key, value in wanted.items())]
+    value = matching[-1]
+    for key in field.split("."):
+        value = value[key]
+    digits = len(number.partition(".")[2])
+    assert f"{abs(value):.{digits}f}" == number
+
+
+def test_there_are_numbers():
+    assert len(CLAIMS) >= 8
