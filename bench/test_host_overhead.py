@@ -12,7 +12,7 @@ from bench.baselines.plain_loop import PlainLoop
 from bench.baselines.torch_pipelining import TorchPipelining
 from bench.ours import OurPipeline
 from bench.record import ROOT, interleave, record
-from bench.workloads import host_overhead, mlp
+from bench.workloads import host_overhead
 from timelyfreeze.runtime import engine
 
 
@@ -27,10 +27,10 @@ def test_against_torch_pipelining_and_a_plain_loop() -> None:
     record("host_overhead", against_torch_pipelining=against_torch, against_plain_loop=against_loop)
 
 
-@pytest.mark.parametrize("width", [4, 16, 32, 64, 128, 256])
-def test_where_threads_begin_to_pay(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 8])
+def test_where_threads_begin_to_pay(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker for all ranks against one a rank, over the length of an action: sets engine.INLINE_BELOW_S."""
-    workload = mlp(blocks_per_stage=1, width=width, microbatch_size=16)
+    workload = host_overhead(num_layers)
 
     def run(pipeline: OurPipeline, below_s: float) -> float:
         monkeypatch.setattr(engine, "INLINE_BELOW_S", below_s)

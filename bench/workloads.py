@@ -39,8 +39,8 @@ class Workload:
             return self.make_stages(), self.make_batch()
 
 
-def linear_stages(num_stages: int, width: int) -> list[nn.Module]:
-    return [nn.Linear(width, width) for _ in range(num_stages)]
+def linear_stages(num_stages: int, width: int, num_layers: int) -> list[nn.Module]:
+    return [nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers))) for _ in range(num_stages)]
 
 
 def mlp_stages(num_stages: int, blocks_per_stage: int, width: int) -> list[nn.Module]:
@@ -79,9 +79,9 @@ def language_model(num_stages: int = 2, microbatch_size: int = 2) -> Workload:
     )
 
 
-def host_overhead() -> Workload:
+def host_overhead(num_layers: int = 1) -> Workload:
     """2 stages of Linear(4, 4), 64 micro-batches of 4 samples: there is next to no work, so the host's time shows."""
-    return Workload(partial(linear_stages, 2, 4), partial(normal_batch, 64 * 4, 4), nn.functional.mse_loss, 64)
+    return Workload(partial(linear_stages, 2, 4, num_layers), partial(normal_batch, 64 * 4, 4), nn.functional.mse_loss, 64)
 
 
 def mlp(blocks_per_stage: int = 2, width: int = 256, microbatch_size: int = 128) -> Workload:

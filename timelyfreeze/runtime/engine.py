@@ -22,7 +22,7 @@ from timelyfreeze.schedule import Action, Kind, Schedule, data_dependencies
 
 # One worker walks all the ranks where the last step's actions took less than this on average: then two threads that
 # hand over to each other lose more than they win (bench/test_host_overhead.py finds the crossing).
-INLINE_BELOW_S = 80e-6
+INLINE_BELOW_S = 25e-6
 
 
 class StepTimes:
