@@ -9,9 +9,8 @@ Execution::Execution(const Program& program, ActionRunner& runner, CancelToken& 
       runner_(runner),
       cancel_(cancel),
       log_(log),
-      done_(static_cast<size_t>(program.num_actions())) {
-  for (int32_t rank = 0; rank < program.num_ranks(); ++rank) doorbells_.push_back(std::make_unique<Doorbell>());
-}
+      done_(static_cast<size_t>(program.num_actions())),
+      doorbells_(static_cast<size_t>(program.num_ranks())) {}
 
 bool Execution::ready(const Instruction& instruction) const {
   return std::all_of(instruction.waits_for.begin(), instruction.waits_for.end(),
@@ -19,12 +18,14 @@ bool Execution::ready(const Instruction& instruction) const {
 }
 
 bool Execution::wait_until_ready(int32_t rank, const Instruction& instruction) {
-  if (!ready(instruction)) {
-    Doorbell& doorbell = *doorbells_[static_cast<size_t>(rank)];
-    std::unique_lock lock(doorbell.mutex);
-    doorbell.rung.wait(lock, [&] { return cancel_.cancelled() || ready(instruction); });
+  std::atomic<uint32_t>& rings = doorbells_[static_cast<size_t>(rank)].rings;
+  for (;;) {
+    // Read before the check: what happens after the check changes the number, and the wait returns at once.
+    const uint32_t seen = rings.load(std::memory_order_acquire);
+    if (cancel_.cancelled()) return false;
+    if (ready(instruction)) return true;
+    rings.wait(seen, std::memory_order_acquire);
   }
-  return !cancel_.cancelled();
 }
 
 bool Execution::perform(int32_t rank, const Instruction& instruction) {
@@ -38,14 +39,7 @@ bool Execution::perform(int32_t rank, const Instruction& instruction) {
   }
   log_.end(instruction.id);
   done_[static_cast<size_t>(instruction.id)].store(true, std::memory_order_release);
-  for (const int32_t reader : instruction.notifies) {
-    Doorbell& doorbell = *doorbells_[static_cast<size_t>(reader)];
-    // Taking the lock once orders this after a reader's check and before its sleep: no wake-up is lost.
-    {
-      const std::lock_guard lock(doorbell.mutex);
-    }
-    doorbell.rung.notify_one();
-  }
+  for (const int32_t reader : instruction.notifies) doorbells_[static_cast<size_t>(reader)].ring();
   return true;
 }
 
@@ -71,12 +65,7 @@ void Execution::run_inline() {
 }
 
 void Execution::wake_all() {
-  for (const auto& doorbell : doorbells_) {
-    {
-      const std::lock_guard lock(doorbell->mutex);
-    }
-    doorbell->rung.notify_all();
-  }
+  for (Doorbell& doorbell : doorbells_) doorbell.ring();
 }
 
 }  // namespace timelyfreeze

@@ -1,8 +1,6 @@
 #pragma once
 #include <atomic>
-#include <condition_variable>
-#include <memory>
-#include <mutex>
+#include <cstdint>
 #include <vector>
 
 #include "core/cancel.h"
@@ -19,7 +17,8 @@ class ActionRunner {
 };
 
 // One run of a program. Two ways to drive it give the same order on every rank, so the same results:
-//  - `run_rank`, once from each rank's worker: ranks run side by side and hand over through condition variables;
+//  - `run_rank`, once from each rank's worker: ranks run side by side and hand over by atomics that a waiting thread
+//  sleeps on;
 //  - `run_inline`, from one thread: it walks all the ranks, going to the next where one would have to wait.
 // The second is faster where actions are shorter than waking a sleeping thread and passing the interpreter lock on
 // (tens of microseconds), and it is the one to use under a debugger.
@@ -35,9 +34,14 @@ class Execution {
   void wake_all();
 
  private:
-  struct Doorbell {
-    std::mutex mutex;
-    std::condition_variable rung;
+  // Counts what happened that a rank may be waiting for. A cache line each: they are rung from other threads.
+  struct alignas(64) Doorbell {
+    std::atomic<uint32_t> rings{0};
+
+    void ring() {
+      rings.fetch_add(1, std::memory_order_release);
+      rings.notify_one();
+    }
   };
 
   [[nodiscard]] bool ready(const Instruction& instruction) const;
@@ -49,7 +53,7 @@ class Execution {
   CancelToken& cancel_;
   EventLog& log_;
   std::vector<std::atomic<bool>> done_;
-  std::vector<std::unique_ptr<Doorbell>> doorbells_;
+  std::vector<Doorbell> doorbells_;
 };
 
 }  // namespace timelyfreeze
