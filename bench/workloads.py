@@ -81,7 +81,9 @@ def language_model(num_stages: int = 2, microbatch_size: int = 2) -> Workload:
 
 def host_overhead(num_layers: int = 1) -> Workload:
     """2 stages of Linear(4, 4), 64 micro-batches of 4 samples: there is next to no work, so the host's time shows."""
-    return Workload(partial(linear_stages, 2, 4, num_layers), partial(normal_batch, 64 * 4, 4), nn.functional.mse_loss, 64)
+    return Workload(
+        partial(linear_stages, 2, 4, num_layers), partial(normal_batch, 64 * 4, 4), nn.functional.mse_loss, 64
+    )
 
 
 def mlp(blocks_per_stage: int = 2, width: int = 256, microbatch_size: int = 128) -> Workload:

@@ -238,6 +238,17 @@ def test_wrong_batches_are_named():
         pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
 
 
+def test_a_call_from_inside_a_stage_is_refused():
+    class Nested(nn.Linear):
+        def forward(self, x):
+            pipe.evaluate(x.detach(), target=x.detach())
+            return super().forward(x)
+
+    pipe = FreezingPipeline([nn.Linear(4, 4), Nested(4, 4)], num_microbatches=2, loss_fn=F.mse_loss)
+    with pipe, pytest.raises(StageError, match="the pipeline is busy"):
+        pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+
+
 def test_schedule_from_csv_runs(tmp_path):  # CASES 26
     path = tmp_path / "schedule.csv"
     create_schedule("1f1b", num_ranks=2, num_microbatches=3).to_csv(path)

@@ -44,7 +44,7 @@ def test_planning_needs_no_torch():
 
 def test_the_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z-]+)", README):
+    for target in re.findall(r"(?:\$ |`)make ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
     options = re.findall(r"timelyfreeze train(.*)", README)
     shown = subprocess.run(

@@ -121,7 +121,12 @@ def test_aliases_share_storage_and_only_while_installed():
     embed = nn.Embedding(5, 3)
     head = nn.Linear(3, 5, bias=False)
     head.weight = embed.weight
-    stages = unshare_modules([embed, nn.Sequential(embed, head)])
+    unshared = unshare_modules([embed, nn.Sequential(embed, head)])
+    stages = unshared.stages
+    embed.eval()
+    assert stages[1][0].training
+    unshared.follow_originals()
+    assert not stages[1][0].training
     assert stages[0] is embed
     assert stages[1][0] is not embed
     assert stages[1][0].weight is embed.weight

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -122,10 +123,15 @@ class FreezingPipeline(nn.Module):
         self._check_finite = check_finite
         self._step_index = 0
         self._engine: Engine | None = None
+        self._busy = threading.Lock()  # one step or evaluation at a time
         self._closed = False
         self._freezing = None if freeze is None else FreezeSession(freeze, self.schedule, seed)
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(self._children_list)
         num_children = len(self._children_list)
+        if given_stages and split_points is not None:
+            raise ValueError(
+                problem("split_points", expected="None where the model is a list of stages", got=list(split_points))
+            )
         if given_stages or num_children == num_stages:
             self._split_points: list[int] | None = list(range(1, num_stages))
         elif split_points is not None:
@@ -162,6 +168,12 @@ class FreezingPipeline(nn.Module):
         if not torch.is_grad_enabled():
             raise ValueError(problem("step()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
         slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
+        with self._alone():
+            return self._train(slices, grad_scaler, return_outputs)
+
+    def _train(
+        self, slices: list[Microbatch], grad_scaler: torch.amp.GradScaler | None, return_outputs: bool
+    ) -> StepResult:
         engine = self._ready_engine(slices)
         freezing = self._freezing
         masks = None
@@ -228,8 +240,8 @@ class FreezingPipeline(nn.Module):
                 module.training = True
 
     def _run_forward(self, slices: list[Microbatch], *, has_target: bool) -> EngineStep:
-        engine = self._ready_engine(slices)
-        with torch.no_grad():
+        with self._alone(), torch.no_grad():
+            engine = self._ready_engine(slices)
             return engine.run(
                 slices,
                 train=False,
@@ -313,6 +325,22 @@ class FreezingPipeline(nn.Module):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise ValueError(
+                problem(
+                    "the pipeline is busy",
+                    expected="one call at a time",
+                    got="another from inside a stage or another thread",
+                    hint="Call step() and evaluate() from one thread.",
+                )
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
     # --- stages -----------------------------------------------------------------------------------------------
 
     def _slices(
@@ -336,6 +364,7 @@ class FreezingPipeline(nn.Module):
         if self._engine is None or not self._engine.holds():
             self._build()
         assert self._engine is not None
+        self._unshared.follow_originals()
         return self._engine
 
     def _build(self) -> None:
@@ -344,9 +373,10 @@ class FreezingPipeline(nn.Module):
             self._engine.close()
         bounds = [0, *self._split_points, len(self._children_list)]
         parts = [self._children_list[a:b] for a, b in itertools.pairwise(bounds)]
-        stages = unshare_modules([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])
+        self._unshared = unshare_modules([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])
         devices = [self._devices[rank] for rank in self.schedule.stage_to_rank]
-        for stage, device in zip(stages, devices, strict=True):
+        # The first stage last: a parameter that several stages share stays where the first of them is.
+        for stage, device in zip(reversed(self._unshared.stages), reversed(devices), strict=True):
             if device.type != "cpu":
                 stage.to(device)
-        self._engine = Engine(stages, self.schedule, self._devices, self._loss_fn)
+        self._engine = Engine(self._unshared.stages, self.schedule, self._devices, self._loss_fn)

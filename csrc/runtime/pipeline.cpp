@@ -81,6 +81,7 @@ StepReport Pipeline::run(StepRequest request) {
         "the pipeline is closed or a step is running on another thread. Call step() from one thread.");
   }
   wait(*step, timeout_s);
+  if (!step->cancel.cancelled()) step->finish();
   StepReport report;
   if (!step->cancel.cancelled()) {
     report = step->report();

@@ -77,7 +77,7 @@ class Pipeline {
   std::shared_ptr<Step> stuck_;  // a cancelled step whose user code has not come back yet
   // Which of a stage's inputs carried a gradient last: where one is forced, the others (a float mask, say) get none.
   std::vector<std::vector<bool>> differentiable_inputs_;
-  bool open_step_ = false;       // gradients are set aside
+  bool open_step_ = false;  // gradients are set aside
 };
 
 }  // namespace timelyfreeze

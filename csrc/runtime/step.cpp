@@ -241,6 +241,19 @@ void Pipeline::Step::check_finite(const Action& action, const at::Tensor& loss) 
   throw NonFiniteLoss{action.microbatch, first, value};
 }
 
+void Pipeline::Step::check_device_losses() {
+  if (!request.check_finite || !request.train) return;
+  for (ActionId id = 0; id < request.program->num_actions(); ++id) {
+    const Action& action = request.program->at(id).action;
+    const at::Tensor& loss = result_.losses[static_cast<size_t>(action.microbatch)];
+    if (action.kind != Kind::forward || !is_last(action) || !loss.defined() || loss.is_cpu()) continue;
+    const double value = loss.item().toComplexDouble().real();
+    if (std::isfinite(value)) continue;
+    cancel.cancel(id, std::make_exception_ptr(NonFiniteLoss{action.microbatch, action.stage, value}));
+    return;
+  }
+}
+
 void Pipeline::Step::backward(const Action& action) {
   const Held held = std::move(held_[slot(action)]);
   const std::vector<Shipment> arrived = std::move(gradients_[slot(action)]);
@@ -277,6 +290,14 @@ void Pipeline::Step::backward(const Action& action) {
   }
 }
 
+void Pipeline::Step::finish() {
+  const py::gil_scoped_release no_gil;
+  at::autocast::clear_cache();
+  if (started_.empty()) return;
+  read_device_times();
+  check_device_losses();
+}
+
 void Pipeline::Step::read_device_times() {
   for (const RankDevice& device : pipeline_.devices_) {
     device.lead_caller();
@@ -292,11 +313,6 @@ void Pipeline::Step::read_device_times() {
 }
 
 StepReport Pipeline::Step::report() {
-  {
-    const py::gil_scoped_release no_gil;
-    at::autocast::clear_cache();
-    if (!started_.empty()) read_device_times();
-  }
   result_.start_s = log.start_s();
   result_.end_s = log.end_s();
   return std::move(result_);

@@ -23,6 +23,9 @@ class Pipeline::Step : public ActionRunner {
   // A worker's share of the step: its rank's program, or, inline, everyone's.
   void work(int32_t rank);
   void run(int32_t rank, const Instruction& instruction) override;
+  // After the last action: waits for the devices, reads their clocks and losses (inside the step the host does not wait
+  // for them), and cancels where a loss is not finite. Releases the interpreter lock.
+  void finish();
   StepReport report();
 
   StepRequest request;
@@ -52,6 +55,7 @@ class Pipeline::Step : public ActionRunner {
   void take_loss(const Action& action, const pybind11::object& loss, bool record, Held& held);
   void check_finite(const Action& action, const at::Tensor& loss) const;
   void read_device_times();
+  void check_device_losses();
 
   Pipeline& pipeline_;
   const size_t num_microbatches_;

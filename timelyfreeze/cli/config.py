@@ -86,7 +86,7 @@ class TrainConfig:
     microbatches: int = 8
     microbatch_size: int = 2
     schedule: str = "1f1b"
-    steps: int = 240
+    steps: int = 220
     learning_rate: float = 7e-4
     learning_rate_warmup: int = 20
     weight_decay: float = 0.1
@@ -98,7 +98,7 @@ class TrainConfig:
     device: str = "auto"
     compare: bool = True
     evaluate_every: int = 0
-    validation_sequences: int = 128
+    validation_sequences: int = 64
     checkpoint_every: int = 0
 
     def __post_init__(self) -> None:

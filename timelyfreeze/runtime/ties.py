@@ -33,33 +33,50 @@ class _Tie:
         self.alias.requires_grad_(self.owner.requires_grad)
 
 
-def unshare_modules(stages: Sequence[nn.Module]) -> list[nn.Module]:
+@dataclass(frozen=True)
+class UnsharedStages:
+    """Stages that share no module object, and which of their modules are copies of which."""
+
+    stages: list[nn.Module]
+    copies: list[tuple[nn.Module, nn.Module]]  # (copy, original)
+
+    def follow_originals(self) -> None:
+        """Take over the originals' train or eval mode, which ``model.eval()`` cannot reach in the copies."""
+        for copied, original in self.copies:
+            copied.training = original.training
+
+
+def unshare_modules(stages: Sequence[nn.Module]) -> UnsharedStages:
     """Give each later stage a shallow copy of any module object that an earlier stage uses too.
 
     The copies hold the very same parameters and buffers, so that only the dictionaries in which aliases are put differ.
     """
     seen: set[int] = set()
     result: list[nn.Module] = []
+    copies: list[tuple[nn.Module, nn.Module]] = []
     for stage in stages:
-        own = _unshare(stage, seen, {})
+        own_of: dict[int, nn.Module] = {}
+        originals = list(stage.modules())
+        own = _unshare(stage, seen, own_of)
+        copies += [(own_of[id(m)], m) for m in originals if own_of[id(m)] is not m]
         seen |= {id(module) for module in own.modules()}
         result.append(own)
-    return result
+    return UnsharedStages(result, copies)
 
 
-def _unshare(module: nn.Module, seen: set[int], copies: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in copies:
-        return copies[id(module)]
+def _unshare(module: nn.Module, seen: set[int], own_of: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in own_of:
+        return own_of[id(module)]
     own = module
     if id(module) in seen:
         own = copy.copy(module)
         own._parameters = dict(module._parameters)
         own._buffers = dict(module._buffers)
         own._modules = dict(module._modules)
-    copies[id(module)] = own
+    own_of[id(module)] = own
     for name, child in list(own._modules.items()):
         if child is not None:
-            own._modules[name] = _unshare(child, seen, copies)
+            own._modules[name] = _unshare(child, seen, own_of)
     return own
 
 
