@@ -16,7 +16,7 @@ from timelyfreeze.runtime import register_splitter
 from timelyfreeze.runtime.memory import count_saved_bytes
 from timelyfreeze.runtime.microbatch import split_batch
 from timelyfreeze.runtime.partition import balanced_split_points, measure_children_s
-from timelyfreeze.runtime.ties import TiedParameters, unshare_modules
+from timelyfreeze.runtime.ties import TiedParameters, UnsharedStages
 from timelyfreeze.runtime.values import encode, map_tensors, stage_entry
 
 Point = namedtuple("Point", ["x", "y"])  # without annotations
@@ -121,11 +121,12 @@ def test_aliases_share_storage_and_only_while_installed():
     embed = nn.Embedding(5, 3)
     head = nn.Linear(3, 5, bias=False)
     head.weight = embed.weight
-    unshared = unshare_modules([embed, nn.Sequential(embed, head)])
+    unshared = UnsharedStages([embed, nn.Sequential(embed, head)])
     stages = unshared.stages
+    unshared.restore()
+    assert stages[1][0] is embed
     embed.eval()
-    assert stages[1][0].training
-    unshared.follow_originals()
+    unshared.install()
     assert not stages[1][0].training
     assert stages[0] is embed
     assert stages[1][0] is not embed

@@ -21,7 +21,7 @@ from timelyfreeze.runtime.engine import Engine, EngineStep, StepTimes
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
 from timelyfreeze.runtime.partition import balanced_split_points, check_split_points, measure_children_s
 from timelyfreeze.runtime.results import join_outputs, mean_loss, scale_of, send_input_gradients
-from timelyfreeze.runtime.ties import unshare_modules
+from timelyfreeze.runtime.ties import UnsharedStages
 from timelyfreeze.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class FreezingPipeline(nn.Module):
         self._check_finite = check_finite
         self._step_index = 0
         self._engine: Engine | None = None
+        self._unshared = UnsharedStages([])
         self._busy = threading.Lock()  # one step or evaluation at a time
         self._closed = False
         self._freezing = None if freeze is None else FreezeSession(freeze, self.schedule, seed)
@@ -202,7 +203,7 @@ class FreezingPipeline(nn.Module):
             raise
         scale = 1.0 / divisor
         engine.commit(engine.uniform_factors(scale) if masks is None else gradient_factors(masks, scale))
-        send_input_gradients(done)
+        send_input_gradients(done, scale)
         self._step_index += 1
         if freezing is not None:
             freezing.controller.end_step(done.times.durations_s)
@@ -284,12 +285,14 @@ class FreezingPipeline(nn.Module):
                 )
             )
         points = state["split_points"]
-        if points is not None and points != self._split_points:
-            self._split_points = check_split_points(points, len(self._children_list), self.num_stages)
-            self._build()
-        self._step_index = int(state["step"])
+        if points is not None:
+            points = check_split_points(points, len(self._children_list), self.num_stages)
         if self._freezing is not None:
             self._freezing.controller.load_state_dict(state["freezing"])
+        self._step_index = int(state["step"])
+        if points is not None and points != self._split_points:
+            self._split_points = points
+            self._build()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's own ``state_dict``."""
@@ -339,6 +342,7 @@ class FreezingPipeline(nn.Module):
         try:
             yield
         finally:
+            self._unshared.restore()
             self._busy.release()
 
     # --- stages -----------------------------------------------------------------------------------------------
@@ -356,15 +360,28 @@ class FreezingPipeline(nn.Module):
             raise ValueError(problem("target", expected="what loss_fn takes beside the output", got=None))
         return split_batch(args, kwargs, target, self.num_microbatches)
 
+    def _notice_new_children(self) -> None:
+        """Children that the user has replaced since: the model is what it is now."""
+        now = list(self.model) if isinstance(self.model, nn.ModuleList) else children(self.model)
+        if len(now) == len(self._children_list) and all(a is b for a, b in zip(now, self._children_list, strict=True)):
+            return
+        if self._split_points is not None:
+            self._split_points = check_split_points(self._split_points, len(now), self.num_stages)
+        self._children_list = now
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
     def _ready_engine(self, slices: list[Microbatch]) -> Engine:
+        self._notice_new_children()
         if self._split_points is None:
             first = slices[0]
             times_s = measure_children_s(self._children_list, first.args, first.kwargs, self._devices[0])
             self._split_points = balanced_split_points(times_s, self.num_stages)
-        if self._engine is None or not self._engine.holds():
+        if self._engine is None or self._unshared.is_stale or not self._engine.holds():
             self._build()
         assert self._engine is not None
-        self._unshared.follow_originals()
+        self._unshared.install()
         return self._engine
 
     def _build(self) -> None:
@@ -373,10 +390,11 @@ class FreezingPipeline(nn.Module):
             self._engine.close()
         bounds = [0, *self._split_points, len(self._children_list)]
         parts = [self._children_list[a:b] for a, b in itertools.pairwise(bounds)]
-        self._unshared = unshare_modules([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])
+        self._unshared = UnsharedStages([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])
         devices = [self._devices[rank] for rank in self.schedule.stage_to_rank]
         # The first stage last: a parameter that several stages share stays where the first of them is.
         for stage, device in zip(reversed(self._unshared.stages), reversed(devices), strict=True):
             if device.type != "cpu":
                 stage.to(device)
         self._engine = Engine(self._unshared.stages, self.schedule, self._devices, self._loss_fn)
+        self._unshared.restore()

@@ -60,6 +60,7 @@ void Pipeline::settle() {
     throw std::runtime_error(
         "a stage still runs user code of a step that was cancelled. Make that code return, or start a new process.");
   }
+  take_back_interrupts();
   stuck_.reset();
   abort();
 }
@@ -133,9 +134,12 @@ void Pipeline::wait(Step& step, double timeout_s) {
     }
     if (now - *cancelled_at > kGiveUpAfter) return;
   }
-  if (interrupted) {
-    for (const auto& id : thread_ids_) PyThreadState_SetAsyncExc(id, nullptr);  // what was not delivered is taken back
-  }
+  if (interrupted) take_back_interrupts();
+}
+
+// Interrupts that were not delivered would come up in a later step.
+void Pipeline::take_back_interrupts() {
+  for (const auto& id : thread_ids_) PyThreadState_SetAsyncExc(id, nullptr);
 }
 
 void Pipeline::commit(const std::vector<std::vector<double>>& factors) {
@@ -152,6 +156,7 @@ void Pipeline::abort() {
 }
 
 void Pipeline::close() {
+  take_back_interrupts();
   const py::gil_scoped_release no_gil;
   workers_.close();
 }

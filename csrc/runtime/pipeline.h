@@ -68,6 +68,7 @@ class Pipeline {
 
   void wait(Step& step, double timeout_s);
   void settle();
+  void take_back_interrupts();
 
   std::vector<std::shared_ptr<Stage>> stages_;
   std::vector<int32_t> stage_to_rank_;

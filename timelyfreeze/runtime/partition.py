@@ -40,7 +40,7 @@ def children_of(model: nn.Module) -> list[nn.Module]:
         if kind in _SPLITTERS:
             return list(_SPLITTERS[kind](model))
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return list(model.children())
+        return list(model)  # not children(): a module that stands there twice runs twice
     raise TypeError(
         problem(
             "model",
@@ -110,7 +110,7 @@ def measure_children_s(
     value: Any = None
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for index, child in enumerate(children):
-            module = copy.deepcopy(child).to(device)
+            module = _copy_of(child, index).to(device)
             entry = stage_entry(module, takes_target=False)
             given_args, given_kwargs = (args, kwargs) if index == 0 else ((value,), {})
             call: Callable[..., Any] = module if index == 0 else entry
@@ -124,6 +124,21 @@ def measure_children_s(
             times_s.append(best_s)
             value = map_tensors(output, torch.Tensor.detach)
     return times_s
+
+
+def _copy_of(child: nn.Module, index: int) -> nn.Module:
+    try:
+        return copy.deepcopy(child)
+    except Exception as error:  # whatever a user's module holds: activations, locks, open files
+        raise ValueError(
+            problem(
+                "the stages cannot be balanced by time",
+                expected="child modules that can be copied",
+                got=f"{type(error).__name__}: {error}",
+                where=f"child {index}, {type(child).__name__}",
+                hint="Pass split_points=[...].",
+            )
+        ) from error
 
 
 def _leaf(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -28,15 +28,15 @@ def mean_loss(done: EngineStep) -> tuple[torch.Tensor, float]:
         return total / count, count
 
 
-def send_input_gradients(done: EngineStep) -> None:
-    """Pass on the gradients of inputs that require them, to whatever made them."""
+def send_input_gradients(done: EngineStep, scale: float) -> None:
+    """Pass on the gradients of inputs that require them, times ``scale``, to whatever made them."""
     roots, grads = [], []
     for one, received in zip(done.microbatches, done.report.input_grads, strict=True):
         tensors = encode_call(one.args, one.kwargs)[0] if received else []
         for tensor, grad in zip(tensors, received, strict=False):
             if grad is not None and tensor.requires_grad:
                 roots.append(tensor)
-                grads.append(grad.to(tensor.device))
+                grads.append(grad.to(tensor.device) * scale)
     if roots:
         torch.autograd.backward(roots, grads)
 

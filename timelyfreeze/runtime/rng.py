@@ -7,40 +7,56 @@ state in forward and restores it to recompute: it must save and restore that gen
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from timelyfreeze import _C
 
+_installed = False
 
-class _ActionAwareGenerator:
-    """``torch.default_generator``, but on a thread that runs an action it stands for the action's generator."""
 
-    def __init__(self, default: torch.Generator) -> None:
-        self._default = default
+def _get_rng_state(original: Any) -> Any:
+    state = _C.action_rng_state()
+    return original() if state is None else state
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._default, name)
 
-    def get_state(self) -> torch.Tensor:
-        state = _C.action_rng_state()
-        return self._default.get_state() if state is None else state
+def _set_rng_state(original: Any, new_state: torch.Tensor) -> None:
+    if not _C.set_action_rng_state(new_state):
+        original(new_state)
 
-    def set_state(self, state: torch.Tensor) -> torch.Generator:
-        if not _C.set_action_rng_state(state):
-            self._default.set_state(state)
-        return self._default
 
-    def manual_seed(self, seed: int) -> torch.Generator:
-        if _C.action_rng_state() is None:
-            return self._default.manual_seed(seed)
-        _C.set_action_rng_state(torch.Generator().manual_seed(seed).get_state())
-        return self._default
+def _manual_seed(original: Any, seed: int) -> Any:
+    if _C.action_rng_state() is None:
+        return original(seed)
+    generator = torch.Generator().manual_seed(seed)
+    _C.set_action_rng_state(generator.get_state())
+    return generator
+
+
+def _seed(original: Any) -> Any:
+    if _C.action_rng_state() is None:
+        return original()
+    generator = torch.Generator()
+    seed = generator.seed()
+    _C.set_action_rng_state(generator.get_state())
+    return seed
 
 
 def follow_action_generator() -> None:
     """Install it once for the process. Off the stages' threads everything stays as it was."""
-    module: Any = torch.random
-    if not isinstance(module.default_generator, _ActionAwareGenerator):
-        module.default_generator = _ActionAwareGenerator(module.default_generator)
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for name, led in (
+        ("get_rng_state", _get_rng_state),
+        ("set_rng_state", _set_rng_state),
+        ("manual_seed", _manual_seed),
+        ("seed", _seed),
+    ):
+        original = getattr(torch.random, name)
+        function = functools.wraps(original)(functools.partial(led, original))
+        setattr(torch.random, name, function)
+        setattr(torch, name, function)

@@ -7,7 +7,6 @@ fixed order. At the end of a step the aliases' gradients are summed into the par
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,57 +33,85 @@ class _Tie:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """Where a copy stands in for an original while a step runs."""
+
+    parent: nn.Module
+    name: str
+    original: nn.Module
+    copied: nn.Module
+
+
 class UnsharedStages:
-    """Stages that share no module object, and which of their modules are copies of which."""
+    """Stages of which each works on module objects of its own.
 
-    stages: list[nn.Module]
-    copies: list[tuple[nn.Module, nn.Module]]  # (copy, original)
+    Where an earlier stage uses a module too, a later one gets a shallow copy: the same parameters and buffers, but
+    dictionaries of its own to put aliases in. The copies stand in the model only between ``install`` and ``restore``.
 
-    def follow_originals(self) -> None:
-        """Take over the originals' train or eval mode, which ``model.eval()`` cannot reach in the copies."""
-        for copied, original in self.copies:
-            copied.training = original.training
-
-
-def unshare_modules(stages: Sequence[nn.Module]) -> UnsharedStages:
-    """Give each later stage a shallow copy of any module object that an earlier stage uses too.
-
-    The copies hold the very same parameters and buffers, so that only the dictionaries in which aliases are put differ.
+    Args:
+        stages: the stage modules. They are left installed.
     """
-    seen: set[int] = set()
-    result: list[nn.Module] = []
-    copies: list[tuple[nn.Module, nn.Module]] = []
-    for stage in stages:
-        own_of: dict[int, nn.Module] = {}
-        originals = list(stage.modules())
-        own = _unshare(stage, seen, own_of)
-        copies += [(own_of[id(m)], m) for m in originals if own_of[id(m)] is not m]
-        seen |= {id(module) for module in own.modules()}
-        result.append(own)
-    return UnsharedStages(result, copies)
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        self._places: list[_Place] = []
+        self._copies: list[tuple[nn.Module, nn.Module]] = []  # (copy, original)
+        seen: set[int] = set()
+        self.stages: list[nn.Module] = []
+        for stage in stages:
+            own = self._unshare(stage, seen, {})
+            seen |= {id(module) for module in own.modules()}
+            self.stages.append(own)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether, restored, the user has put other modules where copies shall stand."""
+        return any(place.parent._modules.get(place.name) is not place.original for place in self._places)
+
+    def install(self) -> None:
+        """Put the copies in, with all that the user has set on their originals since: mode, buffers, any attribute."""
+        for copied, original in self._copies:
+            _share_attributes(copied, original)
+        for place in self._places:
+            place.parent._modules[place.name] = place.copied
+
+    def restore(self) -> None:
+        """Put the originals back."""
+        for place in self._places:
+            place.parent._modules[place.name] = place.original
+
+    def _unshare(self, module: nn.Module, seen: set[int], own_of: dict[int, nn.Module]) -> nn.Module:
+        if id(module) in own_of:
+            return own_of[id(module)]
+        own = module
+        if id(module) in seen:
+            own = type(module).__new__(type(module))  # copy.copy() is refused by parametrized modules
+            _share_attributes(own, module)
+            own.__dict__["_parameters"] = dict(module._parameters)
+            own.__dict__["_modules"] = dict(module._modules)
+            self._copies.append((own, module))
+        own_of[id(module)] = own
+        for name, child in list(own._modules.items()):
+            if child is None:
+                continue
+            own_child = self._unshare(child, seen, own_of)
+            if own_child is not child and own is module:  # in a copy nobody sees it
+                self._places.append(_Place(own, name, child, own_child))
+            own._modules[name] = own_child
+        return own
 
 
-def _unshare(module: nn.Module, seen: set[int], own_of: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in own_of:
-        return own_of[id(module)]
-    own = module
-    if id(module) in seen:
-        own = copy.copy(module)
-        own._parameters = dict(module._parameters)
-        own._buffers = dict(module._buffers)
-        own._modules = dict(module._modules)
-    own_of[id(module)] = own
-    for name, child in list(own._modules.items()):
-        if child is not None:
-            own._modules[name] = _unshare(child, seen, own_of)
-    return own
+_OWN = ("_parameters", "_modules")  # where a copy differs: aliases and other copies are put there
+
+
+def _share_attributes(copied: nn.Module, original: nn.Module) -> None:
+    copied.__dict__.update({name: value for name, value in original.__dict__.items() if name not in _OWN})
 
 
 class TiedParameters:
     """The parameters that several stages share, and the aliases that the later ones use.
 
     Args:
-        stages: the stage modules, whose module objects are distinct (see ``unshare_modules``).
+        stages: the stage modules, whose module objects are distinct (see ``UnsharedStages``).
         devices: one a stage.
     """
 
@@ -138,4 +165,9 @@ class TiedParameters:
                 if grad is None:
                     continue
                 grad = grad.to(tie.owner.device)
-                tie.owner.grad = grad if tie.owner.grad is None else tie.owner.grad.add_(grad)
+                tie.owner.grad = grad if tie.owner.grad is None else _sum(tie.owner.grad, grad)
+
+
+def _sum(total: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    # Dense plus sparse exists, sparse plus dense does not.
+    return grad + total if total.is_sparse and not grad.is_sparse else total.add_(grad)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from timelyfreeze.errors import problem
+
 
 class _Slot:
     """The place of one tensor in a skeleton."""
@@ -39,7 +41,9 @@ def _rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return leaf(value)
     if isinstance(value, tuple):
         items = [_rebuild(item, leaf) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if hasattr(value, "_make"):  # a namedtuple; _make goes round a __new__ of its own (PackedSequence)
+            return value._make(items)
+        return type(value)(items) if hasattr(value, "n_sequence_fields") else tuple(items)  # torch.return_types
     if isinstance(value, list):
         return [_rebuild(item, leaf) for item in value]
     if isinstance(value, Mapping):
@@ -99,12 +103,33 @@ def encode_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[
 
 def _take_tensors(value: Any) -> tuple[list[torch.Tensor], Any]:
     tensors: list[torch.Tensor] = []
+    slots: dict[int, _Slot] = {}
 
-    def take(tensor: torch.Tensor) -> _Slot:
-        tensors.append(tensor)
-        return _Slot(len(tensors) - 1)
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            _refuse_hidden_graph(leaf)
+            return leaf
+        # A tensor that stands there twice stays one, so that writing one in place writes the other.
+        if id(leaf) not in slots:
+            slots[id(leaf)] = _Slot(len(tensors))
+            tensors.append(leaf)
+        return slots[id(leaf)]
 
-    return tensors, map_tensors(value, take)
+    return tensors, _rebuild(value, take)
+
+
+def _refuse_hidden_graph(leaf: Any) -> None:
+    """A tensor inside an object that cannot be taken apart would carry one stage's graph into another's backward."""
+    for name, value in getattr(leaf, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise TypeError(
+                problem(
+                    "a value between stages",
+                    expected="tensors in tuples, lists, dicts or dataclasses",
+                    got=f"a tensor that requires grad in {type(leaf).__name__}.{name}",
+                    hint="Make the class a dataclass, or pass the tensor itself.",
+                )
+            )
 
 
 def stage_entry(module: nn.Module, *, takes_target: bool) -> Callable[..., Any]:
