@@ -91,6 +91,19 @@ def test_the_whole_table() -> None:
     assert "  4 s: timelyfreeze ended." in lines
 
 
+@pytest.mark.parametrize(("predicted_s", "said"), [(0.99, None), (0.80, None), (0.6, "+50%"), (1.8, "-50%")])
+def test_a_plain_run_that_was_disturbed_is_not_passed_off_as_a_speedup(predicted_s: float, said: str | None) -> None:
+    frozen = rows("timelyfreeze", 0.5)
+    steady = steady_steps(frozen)
+    plain = summarize_run(  # its pipeline takes 0.9 s
+        rows("plain", 1.0), steady, num_microbatches=8, tokens_per_step=400, predicted_s=predicted_s
+    )
+    text = render([plain, summarize_run(frozen, steady, num_microbatches=8, tokens_per_step=400)], len(steady))
+    assert ("CAUTION" in text) == (said is not None)
+    if said is not None:
+        assert f"plain took {said} against" in text
+
+
 def test_a_run_alone_is_compared_with_nothing() -> None:
     text = render(three_runs()[1:2], 7)
     assert "timelyfreeze  500      -    800  450 400 -11.1%   2.400  3.0" in text

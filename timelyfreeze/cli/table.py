@@ -18,6 +18,7 @@ FREEZE = "timelyfreeze"
 FEWER = "fewer"
 
 _ABSENT = "-"
+_UNDISTURBED = 0.15  # on quiet machines plain is within 0.06 of its bounds
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,22 @@ def notes(runs: Sequence[RunSummary], num_steady: int) -> list[str]:
         if run.run == FEWER:
             lines.append(f"{label(run)}: plain, with so few micro-batches that each parameter gets as many gradients")
             lines.append("  as under the freeze cap; the same steps, so less text.")
+    disturbed = _disturbance(runs)
+    if disturbed is not None:
+        lines.append(
+            f"CAUTION: plain took {100 * disturbed:+.0f}% against the same job's measured bounds: was something"
+        )
+        lines.append("  else running meanwhile? Then speed-ups mean nothing; run it again on a quiet machine.")
     return lines
+
+
+def _disturbance(runs: Sequence[RunSummary]) -> float | None:
+    """How far plain's time is off what the bounds give it, if that is more than predictions that are well ever are."""
+    for run in runs:
+        if run.run == PLAIN and run.pipeline_s is not None and run.predicted_s:
+            off = run.pipeline_s / run.predicted_s - 1
+            return off if abs(off) > _UNDISTURBED else None
+    return None
 
 
 def render(runs: Sequence[RunSummary], num_steady: int) -> str:
