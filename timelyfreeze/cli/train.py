@@ -92,6 +92,8 @@ def _finish(job: Job, reporter: Reporter) -> None:
     """Print the table and write table.txt."""
     steady = steady_steps(job.log.of(FREEZE))
     tokens_per_sequence = job.config.microbatch_size * job.config.sequence_length
+    # A plan that was measured here knows what a plain step takes, too; a given one may come from another machine.
+    unfrozen_s = job.plan.unfrozen_makespan_s if job.plan is not None and job.fixed_plan is None else None
     summaries = []
     for spec in job.specs:
         num_microbatches = spec.schedule.num_microbatches
@@ -101,8 +103,7 @@ def _finish(job: Job, reporter: Reporter) -> None:
                 steady,
                 num_microbatches=num_microbatches,
                 tokens_per_step=num_microbatches * tokens_per_sequence,
-                # The plan knows what a step takes with nothing frozen, too.
-                predicted_s=job.plan.unfrozen_makespan_s if spec.name == PLAIN and job.plan is not None else None,
+                predicted_s=unfrozen_s if spec.name == PLAIN else None,
             )
         )
     text = render(summaries, len(steady))
