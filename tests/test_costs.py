@@ -12,7 +12,7 @@ import pytest
 from tests.random_schedules import published_costs, random_costs, random_schedule
 from timelyfreeze.cost import ActionCosts, Measured, summarize
 from timelyfreeze.errors import PlanError
-from timelyfreeze.schedule import Action, create_schedule
+from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule
 
 F0, B0, B1 = (Action.parse(text) for text in ("0F0", "0B0", "1B0"))
 
@@ -140,3 +140,43 @@ def test_one_disturbed_step_moves_nothing() -> None:
 def test_samples_are_finite_seconds(bad: list[float]) -> None:
     with pytest.raises(ValueError, match=r"samples: expected .* \(0B0\)"):
         summarize({F0: [1.0], B0: bad})
+
+
+def test_the_same_times_for_every_microbatch() -> None:
+    schedule = Schedule([["0F0", "0B0"], ["1F0", "1I0", "1W0"]])
+    costs = ActionCosts.uniform(schedule, forward_s=[1.0, 1.5], backward_s=4.0, frozen_backward_s=2.5, transfer_s=0.1)
+    assert {str(action): time for action, time in costs.upper_s.items()} == {
+        **{"0F0": 1.0, "0B0": 4.0},
+        **{"1F0": 1.5, "1I0": 2.5, "1W0": 1.5},
+    }
+    assert {str(action): time for action, time in costs.lower_s.items() if time != costs.upper_s[action]} == {
+        "0B0": 0.0,
+        "1W0": 0.0,
+    }
+    assert costs.transfer_s == 0.1
+    with pytest.raises(ValueError, match="forward_s: expected one time or 2, one a stage, got 3 times"):
+        ActionCosts.uniform(schedule, forward_s=[1.0, 1.0, 1.0], backward_s=4.0, frozen_backward_s=2.5)
+
+
+def test_costs_for_another_number_of_microbatches_are_medians() -> None:
+    small = create_schedule("1f1b", num_ranks=2, num_microbatches=3)
+    large = create_schedule("1f1b", num_ranks=2, num_microbatches=5)
+    times = {action: float(1 + action.microbatch**2) for action in small.actions}
+    costs = ActionCosts(times, {Action.parse("1B0"): 0.5, Action.parse("1B1"): 0.75}).adapted(large)
+    costs.check(large)
+    assert set(costs.upper_s.values()) == {2.0}
+    assert costs.lower_s[Action.parse("1B4")] == 0.75
+    assert costs.lower_s[Action.parse("0B4")] == 2.0
+    with pytest.raises(ValueError, match="costs lack times for the schedule: got stage 2 B, stage 2 F"):
+        costs.adapted(create_schedule("1f1b", num_ranks=3, num_microbatches=2))
+
+
+def test_whole_backwards_are_split_for_schedules_that_split_them() -> None:
+    """In stage 0, whose lower bound says nothing of its input gradient, I takes the other stages' share."""
+    whole = create_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    halves = Schedule([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
+    costs = ActionCosts.uniform(whole, forward_s=1.0, backward_s=[4.0, 8.0], frozen_backward_s=2.0).adapted(halves)
+    assert {str(a): (costs.upper_s[a], costs.lower_s[a]) for a in halves.actions if a.kind is not Kind.F} == {
+        **{"0I0": (1.0, 1.0), "0W0": (3.0, 0.0)},
+        **{"1I0": (2.0, 2.0), "1W0": (6.0, 0.0)},
+    }

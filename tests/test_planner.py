@@ -1,10 +1,11 @@
-"""Plans: the published figures, what every plan obeys, and what is refused."""
+"""Plans of the linear program: the published figures, what every plan obeys, and what is refused."""
 
 from __future__ import annotations
 
 import random
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -12,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plan_checks import check_plan
 from tests.random_schedules import published_costs, random_costs, random_schedule, scattered_costs
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import PlanError
-from timelyfreeze.planner import Plan, Planner, make_plan, planned_durations
-from timelyfreeze.planner.live import MIN_LIVE_RATIO, least_live_shares, live_floor
-from timelyfreeze.planner.model import CostModel
-from timelyfreeze.planner.true_cost import ratio_grid
-from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule, simulate
+from timelyfreeze.planner import Planner, PlanOptions
+from timelyfreeze.planner import make_plan as make_any_plan
+from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule
+
+make_plan = partial(make_any_plan, mode="lp")
 
 FIGURES = [
     # stages, micro-batches, (F, u, l), cap, plain, LP
@@ -43,29 +45,6 @@ FIGURES = [
 DEALT_OUT = 1.06
 
 
-def mean_ratio(plan: Plan, stage: int) -> float:
-    values = [ratio for action, ratio in plan.ratios.items() if action.stage == stage]
-    return sum(values) / len(values) if values else 0.0
-
-
-def check_plan(plan: Plan) -> None:
-    """What holds for every plan."""
-    schedule, costs = plan.schedule, plan.costs
-    assert set(plan.ratios) == {action for action in schedule.actions if costs.is_freezable(action)}
-    assert all(0.0 <= ratio <= 1.0 for ratio in plan.ratios.values())
-    assert all(mean_ratio(plan, stage) <= plan.max_ratio + 1e-9 for stage in range(schedule.num_stages))
-    planned = planned_durations(schedule, costs, plan.ratios)
-    timeline = simulate(schedule, planned.durations_s, costs.transfer_s, planned.skipped)
-    assert (plan.cuts, plan.start_s, plan.makespan_s) == (planned.cuts, timeline.start_s, timeline.makespan_s)
-    assert plan.frozen_makespan_s <= plan.objective_s <= plan.unfrozen_makespan_s
-    forwards = {a: costs.upper_s[a] if a.kind is Kind.F else 0.0 for a in schedule.actions}
-    backwards = [action for action in schedule.actions if action.kind is not Kind.F]
-    shortest = simulate(schedule, forwards, costs.transfer_s, backwards).makespan_s
-    assert shortest * (1 - 1e-12) <= plan.makespan_s <= plan.unfrozen_makespan_s * (1 + 1e-12)
-    grid = ratio_grid(schedule, costs, plan.ratios)
-    assert least_live_shares(CostModel(schedule, costs), grid).min() >= live_floor(plan.max_ratio) - 1e-9
-
-
 @pytest.mark.parametrize(("stages", "microbatches", "times", "cap", "plain", "optimum"), FIGURES)
 def test_published_figures(
     stages: int, microbatches: int, times: tuple[float, float, float], cap: float, plain: float, optimum: float
@@ -84,7 +63,7 @@ def test_cuts_beat_the_linear_program_and_leave_every_microbatch_something_to_tr
     plan = make_plan(schedule, published_costs(schedule, 15, 43, 20), 0.5)
     assert plan.makespan_s < 430
     assert any(cut > 0 for cut in plan.cuts)
-    assert all(plan.ratios[Action(3, Kind.B, mb)] <= 1 - MIN_LIVE_RATIO for mb in range(8))
+    assert all(plan.ratios[Action(3, Kind.B, mb)] <= 0.75 for mb in range(8))
 
 
 def test_milliseconds_and_seconds_give_the_same_plan() -> None:
@@ -140,7 +119,7 @@ def test_nothing_is_frozen_where_that_gains_nothing() -> None:
     assert plan.unfrozen_makespan_s == 82.0
     assert plan.makespan_s <= 81.25
     assert sum(plan.ratios.values()) <= 1.0 + 1e-9
-    assert plan.ratios[Action(0, Kind.B, 3)] == 1.0 - MIN_LIVE_RATIO
+    assert plan.ratios[Action(0, Kind.B, 3)] == 0.75
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -224,7 +203,7 @@ def test_same_input_same_plan() -> None:
 
 def test_planner_solves_again_as_bounds_change() -> None:
     schedule = create_schedule("1f1b", num_ranks=4, num_microbatches=8)
-    planner = Planner(schedule, max_ratio=0.7)
+    planner = Planner(schedule, PlanOptions(max_ratio=0.7, mode="lp"))
     for seed in range(6):
         costs = scattered_costs(schedule, seed)
         plan = planner.solve(costs)
@@ -239,8 +218,8 @@ def test_an_unsolved_program_is_an_error_and_the_planner_goes_on() -> None:
     schedule = create_schedule("1f1b", num_ranks=4, num_microbatches=8)
     costs = scattered_costs(schedule, seed=0)
     with pytest.raises(PlanError, match=r"was not solved: expected an optimum, got Time limit reached"):
-        Planner(schedule, time_limit_s=1e-9).solve(costs)
-    planner = Planner(schedule)
+        Planner(schedule, PlanOptions(mode="lp"), time_limit_s=1e-9).solve(costs)
+    planner = Planner(schedule, PlanOptions(mode="lp"))
     with pytest.raises(PlanError, match="planning was stopped"):
         planner.solve(costs, is_stopped=lambda: True)
     assert planner.solve(costs) == make_plan(schedule, costs)
@@ -256,8 +235,8 @@ def test_caps_out_of_range(cap: object) -> None:
 def test_other_arguments_are_checked() -> None:
     schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=2)
     costs = published_costs(schedule, 1, 2, 1)
-    with pytest.raises(ValueError, match="mode: expected one of lp, got 'magic'"):
-        make_plan(schedule, costs, mode="magic")
+    with pytest.raises(ValueError, match="unknown mode: expected one of cut, lp, got 'magic'"):
+        make_any_plan(schedule, costs, mode="magic")
     with pytest.raises(ValueError, match="time_limit_s: expected seconds above 0"):
         Planner(schedule, time_limit_s=0)
     with pytest.raises(TypeError, match="schedule: expected a Schedule, got str"):
@@ -306,6 +285,7 @@ def test_times_of_very_different_sizes() -> None:
 def test_planning_loads_no_torch_and_prints_nothing() -> None:
     program = """
 import sys
+from functools import partial
 from itertools import pairwise
 from timelyfreeze import ActionCosts, create_schedule, make_plan
 schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=2)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from timelyfreeze.errors import PlanError
+
+Parsed = TypeVar("Parsed")
 
 
 def write_atomically(path: str | PathLike[str], data: str | bytes) -> None:
@@ -64,6 +66,20 @@ def read_json(path: str | PathLike[str]) -> object:
         return json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise PlanError(f"cannot read {os.fspath(path)}: it does not hold whole JSON text ({error})") from error
+
+
+def load_json(path: str | PathLike[str], parse: Callable[[object], Parsed]) -> Parsed:
+    """Read a JSON file and make something of it; a PlanError that ``parse`` raises gets the file's name.
+
+    Raises:
+        PlanError: the file does not hold whole JSON text, or ``parse`` refuses it.
+        OSError: it cannot be read.
+    """
+    data = read_json(path)
+    try:
+        return parse(data)
+    except PlanError as error:
+        raise PlanError(f"{os.fspath(path)}: {error}") from error
 
 
 def _sync_folder(folder: str) -> None:

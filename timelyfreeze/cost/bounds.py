@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike, fspath
+from os import PathLike
+from statistics import median
 from typing import Any
 
 from timelyfreeze.errors import PlanError, problem, raise_all
-from timelyfreeze.files import read_json, write_atomically
+from timelyfreeze.files import load_json, write_atomically
 from timelyfreeze.schedule import Action, Kind, Schedule
 from timelyfreeze.schedule.checks import Transfers, check_transfers, is_time, some
 
 _FORMAT = "timelyfreeze-costs"
 _VERSION = 1
+
+Bounds = dict[tuple[int, Kind], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,90 @@ class ActionCosts:
             {pair: float(t) for pair, t in transfers.items()} if isinstance(transfers, Mapping) else float(transfers)
         )
         object.__setattr__(self, "transfer_s", plain)
+
+    @classmethod
+    def uniform(
+        cls,
+        schedule: Schedule,
+        *,
+        forward_s: float | Sequence[float],
+        backward_s: float | Sequence[float],
+        frozen_backward_s: float | Sequence[float],
+        transfer_s: Transfers = 0.0,
+    ) -> ActionCosts:
+        """The same times for every micro-batch.
+
+        A split backward is charged as the frozen one (I) and what that leaves of the whole (W). Stage 0 needs no input
+        gradient, so its B can shrink to nothing.
+
+        Args:
+            forward_s, backward_s, frozen_backward_s: seconds, one number or one a stage.
+
+        Raises:
+            ValueError: the wrong number of stages, or what the class itself refuses.
+
+        >>> from timelyfreeze.schedule import create_schedule
+        >>> schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=1)
+        >>> costs = ActionCosts.uniform(schedule, forward_s=1.0, backward_s=2.0, frozen_backward_s=[1.0, 1.2])
+        >>> costs.lower_s[Action.parse("0B0")], costs.lower_s[Action.parse("1B0")]
+        (0.0, 1.2)
+        """
+        given = {"forward_s": forward_s, "backward_s": backward_s, "frozen_backward_s": frozen_backward_s}
+        by_stage = {
+            name: list(times) if isinstance(times, Sequence) else [times] * schedule.num_stages
+            for name, times in given.items()
+        }
+        raise_all(
+            ValueError,
+            [
+                problem(name, expected=f"one time or {schedule.num_stages}, one a stage", got=f"{len(times)} times")
+                for name, times in by_stage.items()
+                if len(times) != schedule.num_stages
+            ],
+        )
+        forward, backward, frozen = by_stage.values()
+        upper, lower = {}, {}
+        for action in schedule.actions:
+            stage, kind, _ = action
+            upper[action] = {
+                Kind.F: forward[stage],
+                Kind.B: backward[stage],
+                Kind.I: frozen[stage],
+                Kind.W: backward[stage] - frozen[stage],
+            }[kind]
+            if kind is Kind.B:
+                lower[action] = frozen[stage] if stage else 0.0
+            elif kind is Kind.W:
+                lower[action] = 0.0
+        return cls(upper, lower, transfer_s)
+
+    def adapted(self, schedule: Schedule) -> ActionCosts:
+        """These costs for another schedule of the same stages: every stage's kind of action takes its median.
+
+        Where that schedule splits backwards and these costs know whole ones, I takes the whole one's lower bound, and W
+        what that leaves of it. Stage 0's, which has none, is put at the other stages' share of the whole.
+
+        Raises:
+            ValueError: the schedule has a stage or a kind of action that these costs do not have.
+
+        >>> from timelyfreeze.schedule import create_schedule
+        >>> small, large = (create_schedule("1f1b", num_ranks=1, num_microbatches=m) for m in (2, 3))
+        >>> ActionCosts({action: 2.0 for action in small.actions}).adapted(large).upper_s[Action.parse("0F2")]
+        2.0
+        """
+        bounds = _medians(self)
+        for stage, kind in {(action.stage, action.kind) for action in schedule.actions} - bounds.keys():
+            if kind in (Kind.I, Kind.W) and (stage, Kind.B) in bounds:
+                bounds[stage, kind] = _split(bounds, stage)[kind]
+        missing = {f"stage {a.stage} {a.kind.value}" for a in schedule.actions if (a.stage, a.kind) not in bounds}
+        if missing:
+            raise ValueError(problem("costs lack times for the schedule", got=some(sorted(missing))))
+        times = {action: bounds[action.stage, action.kind] for action in schedule.actions}
+        return ActionCosts(
+            {action: upper for action, (upper, _) in times.items()},
+            {action: lower for action, (_, lower) in times.items()},
+            self.transfer_s,
+        )
 
     def is_freezable(self, action: Action) -> bool:
         """Whether freezing can shorten the action: kind B or W, with its lower bound below its upper one."""
@@ -140,13 +227,32 @@ class ActionCosts:
             PlanError: it holds something else; names the file and what is wrong.
             OSError: it cannot be read.
         """
-        data = read_json(path)
-        try:
-            return cls.from_json(data)
-        except PlanError as error:
-            raise PlanError(f"{fspath(path)}: {error}") from error
+        return load_json(path, cls.from_json)
 
 
 def _parse_pair(text: str) -> tuple[int, int]:
     before, _, after = text.partition(">")
     return int(before), int(after)
+
+
+def _medians(costs: ActionCosts) -> Bounds:
+    """(upper, lower) bound of every stage's kind of action: medians over micro-batches, in seconds."""
+    groups: dict[tuple[int, Kind], list[Action]] = {}
+    for action in costs.upper_s:
+        groups.setdefault((action.stage, action.kind), []).append(action)
+    return {
+        group: (
+            median(costs.upper_s[action] for action in actions),
+            median(costs.lower_s[action] for action in actions),
+        )
+        for group, actions in groups.items()
+    }
+
+
+def _split(bounds: Bounds, stage: int) -> dict[Kind, tuple[float, float]]:
+    """(upper, lower) bounds of a stage's I and W from those of its B."""
+    upper, lower = bounds[stage, Kind.B]
+    if stage == 0:
+        shares = [low / up for (other, kind), (up, low) in bounds.items() if other and kind is Kind.B and up > 0]
+        lower = upper * (median(shares) if shares else 0.5)
+    return {Kind.I: (lower, lower), Kind.W: (upper - lower, 0.0)}

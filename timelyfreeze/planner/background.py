@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 import atexit
+import queue
 import threading
+from contextlib import suppress
 from types import TracebackType
 from weakref import WeakSet
 
 from timelyfreeze.cost import ActionCosts
+from timelyfreeze.planner.cut_search import DEFAULT_EFFORT
 from timelyfreeze.planner.make import Planner
+from timelyfreeze.planner.options import PlanOptions
 from timelyfreeze.planner.plan import Plan
 from timelyfreeze.schedule import Schedule
 
 # Longer than a slice of the solver (0.5 s) and what follows it (0.2 s at 32 x 128).
-_JOIN_S = 10.0
+_JOIN_S = 30.0
 
 
 class _Solve:
     """One plan in the making: its thread, and what came of it."""
 
-    def __init__(self, planner: Planner, costs: ActionCosts, before: _Solve | None) -> None:
+    def __init__(
+        self, planner: Planner, costs: ActionCosts, options: PlanOptions | None, before: _Solve | None
+    ) -> None:
         self.stopped = threading.Event()
-        self.plan: Plan | None = None
+        self._found: queue.SimpleQueue[Plan] = queue.SimpleQueue()  # each better than the one before
         self.error: BaseException | None = None
         # A daemon, so that a forgotten planner does not keep the interpreter; it is stopped and joined at exit.
         self.thread = threading.Thread(
-            target=self._run, args=(planner, costs, before), name="timelyfreeze-planner", daemon=True
+            target=self._run, args=(planner, costs, options, before), name="timelyfreeze-planner", daemon=True
         )
 
-    def _run(self, planner: Planner, costs: ActionCosts, before: _Solve | None) -> None:
+    def _run(self, planner: Planner, costs: ActionCosts, options: PlanOptions | None, before: _Solve | None) -> None:
         if before is not None:  # cancelled, but still in its last slice: the planner is not ours yet
             before.thread.join()
         try:
-            self.plan = planner.solve(costs, self.stopped.is_set)
+            self._found.put(planner.solve(costs, self.stopped.is_set, self._found.put, options))
         except BaseException as error:  # handed to whoever takes the result
             self.error = error
+
+    def take(self) -> Plan | None:
+        """The best plan so far that was not taken."""
+        plan = None
+        with suppress(queue.Empty):
+            while True:
+                plan = self._found.get_nowait()
+        return plan
 
 
 class BackgroundPlanner:
     """A planner with a thread of its own. HiGHS runs without the GIL, so training goes on meanwhile.
 
     Args:
-        schedule, max_ratio, mode, time_limit_s: as for ``Planner``.
+        schedule, options, time_limit_s, effort: as for ``Planner``.
 
     Not thread-safe itself: one thread starts, takes and closes.
 
@@ -55,9 +69,14 @@ class BackgroundPlanner:
     """
 
     def __init__(
-        self, schedule: Schedule, *, max_ratio: float = 0.8, mode: str = "lp", time_limit_s: float = 600.0
+        self,
+        schedule: Schedule,
+        options: PlanOptions | None = None,
+        *,
+        time_limit_s: float = 600.0,
+        effort: int = DEFAULT_EFFORT,
     ) -> None:
-        self._planner = Planner(schedule, max_ratio=max_ratio, mode=mode, time_limit_s=time_limit_s)
+        self._planner = Planner(schedule, options, time_limit_s=time_limit_s, effort=effort)
         self._current: _Solve | None = None
         self._last: _Solve | None = None
         self._is_closed = False
@@ -68,8 +87,11 @@ class BackgroundPlanner:
         """Whether a plan is in the making."""
         return self._current is not None and self._current.thread.is_alive()
 
-    def start(self, costs: ActionCosts) -> None:
+    def start(self, costs: ActionCosts, options: PlanOptions | None = None) -> None:
         """Begin to make a plan. One that is in the making is cancelled, one that was not taken is dropped.
+
+        Args:
+            options: from now on, instead of those so far.
 
         Raises:
             RuntimeError: the planner is closed.
@@ -77,7 +99,7 @@ class BackgroundPlanner:
         if self._is_closed:
             raise RuntimeError("this BackgroundPlanner is closed; make a new one")
         self.cancel()
-        self._current = _Solve(self._planner, costs, self._last)
+        self._current = _Solve(self._planner, costs, options, self._last)
         self._last = self._current
         self._current.thread.start()
 
@@ -88,17 +110,19 @@ class BackgroundPlanner:
         return not self.is_busy
 
     def take(self) -> Plan | None:
-        """The plan, once: None while it is in the making, if none was started, and after it was taken.
+        """The best plan so far, once: None if there is none that was not taken. While busy, better ones may follow.
 
         Raises:
             PlanError, ValueError: what making it raised, once.
         """
-        if self._current is None or self._current.thread.is_alive():
+        current = self._current
+        if current is None:
             return None
-        ended, self._current = self._current, None
-        if ended.error is not None:
-            raise ended.error
-        return ended.plan
+        if not current.thread.is_alive():
+            self._current = None
+            if current.error is not None:
+                raise current.error
+        return current.take()
 
     def cancel(self) -> None:
         """Give up the plan in the making, without waiting; it ends within a second or so."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from timelyfreeze.planner.live import keep_live, keep_microbatches_live, live_floor, top_stage
+from timelyfreeze.planner.limits import Limits
+from timelyfreeze.planner.live import keep_live, keep_microbatches_live, top_stage
 from timelyfreeze.planner.model import CostModel, Floats, Ints
 from timelyfreeze.planner.patterns import first_patterns, neighbour_patterns
 
@@ -16,7 +17,7 @@ _KEPT = 4  # of the best of each search, since keeping parameters live may chang
 _MOST_ACTIONS_SEARCHED = 1024
 
 
-def choose_ratios(model: CostModel, ratios: Floats, *, max_ratio: float, target_s: float) -> Floats:
+def choose_ratios(model: CostModel, ratios: Floats, limits: Limits, *, target_s: float) -> Floats:
     """Deal the base stage's ratios out by micro-batch, so that some are cut, and take the best plan found.
 
     Tried are the sum of ratios that the program chose (it fits exactly, but dealt out in whole micro-batches it mostly
@@ -26,34 +27,37 @@ def choose_ratios(model: CostModel, ratios: Floats, *, max_ratio: float, target_
 
     Args:
         ratios: ``[num_stages, num_microbatches]``, as the program chose them.
-        target_s: the program's optimum.
+        limits: on the plan's ratios.
+        target_s: the time that the program promises.
 
     Returns:
-        ratios that obey the cap, starve no parameter and leave every micro-batch something to train.
+        ratios that obey the caps, starve no parameter and leave every micro-batch something to train.
     """
-    ratios = keep_microbatches_live(model, ratios)
+    ratios = keep_microbatches_live(model, ratios, limits.most)
     places = np.flatnonzero(model.freezable[model.base])
     if not len(places) or model.base == top_stage(model):
-        return keep_live(model, ratios, max_ratio)
+        return keep_live(model, ratios, limits.live, is_exact=limits.is_exact)
     thorough = len(model.upper_s) <= _MOST_ACTIONS_SEARCHED
     sets = []
-    for num_full, part in _amounts(ratios[model.base, places], max_ratio, model.num_microbatches, thorough):
+    for num_full, part in _amounts(model, ratios[model.base, places], limits, thorough):
         found = _search(model, ratios, places, num_full, part, target_s, _MIN_ROUNDS if thorough else 0)
         sets.append(found[: _KEPT if thorough else 1])
-    mended = np.stack([keep_live(model, candidate, max_ratio) for candidate in np.concatenate(sets)])
+    mended = np.stack(
+        [keep_live(model, found, limits.live, is_exact=limits.is_exact) for found in np.concatenate(sets)]
+    )
     return _thin_out(model, _best_first(model, mended)[0], places)
 
 
-def _amounts(weights: Floats, max_ratio: float, num_microbatches: int, thorough: bool) -> list[tuple[int, float]]:
+def _amounts(model: CostModel, weights: Floats, limits: Limits, thorough: bool) -> list[tuple[int, float]]:
     """How much to deal out, as (whole micro-batches, a part of one): the program's sum, and up to the cap."""
     num = len(weights)
     total = float(weights.sum())
     num_full = int(total + 1e-6)
     part = total - num_full
     # A micro-batch frozen in part keeps the bottom parameters frozen too. Where few are left it is wholly live instead.
-    if part < 1e-6 or num - num_full - 1 < live_floor(max_ratio) * num_microbatches:
+    if part < 1e-6 or num - num_full - 1 < limits.live[model.base]:
         part = 0.0
-    most = int(max_ratio * num + 1e-9)
+    most = int(limits.most_full[model.base])
     amounts = {(num_full, part): None, (most, 0.0): None}
     if thorough:
         amounts[(num_full + most) // 2, 0.0] = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from timelyfreeze.planner.limits import Limits
 from timelyfreeze.planner.lp import Budget, Problem
 from timelyfreeze.planner.model import CostModel, Floats, Ints
 from timelyfreeze.schedule import Schedule
@@ -19,17 +20,23 @@ class Formulation:
     Attributes:
         problem: the linear program that knows no cuts.
         model: the true cost model.
-        max_ratio: the cap on every stage's mean ratio.
+        limits: on the ratios. The program knows those on the stages' sums.
         stages, microbatches: of every ratio, in the order of the program's columns.
         numbers: ``[num_stages, num_microbatches]``, the ratio's number; -1 where there is none.
     """
 
     problem: Problem
     model: CostModel
-    max_ratio: float
+    limits: Limits
     stages: Ints
     microbatches: Ints
     numbers: Ints
+
+    @property
+    def prices(self) -> Floats:
+        """Of every ratio, in the order of the program's columns."""
+        prices: Floats = self.limits.prices[self.stages]
+        return prices
 
     def to_grid(self, values: Floats) -> Floats:
         """Spread the program's ratios over ``[num_stages, num_microbatches]``, with what cannot be frozen at 0."""
@@ -39,13 +46,13 @@ class Formulation:
         grid[self.stages, self.microbatches] = values
         # What passes the cap, by the solver's tolerance at most, comes off the ratios that are not 1: those make cuts.
         partly = np.where(grid < 1.0, grid, 0.0)
-        over = grid.sum(axis=1) - self.max_ratio * self.model.freezable.sum(axis=1)
+        over = grid.sum(axis=1) - self.limits.sums
         for stage in np.flatnonzero((over > 0) & (partly.sum(axis=1) > over)):
             grid[stage] -= partly[stage] * (over[stage] / partly[stage].sum())
         return grid
 
 
-def formulate(schedule: Schedule, model: CostModel, max_ratio: float) -> Formulation:
+def formulate(schedule: Schedule, model: CostModel, limits: Limits) -> Formulation:
     """Write down the linear program that knows no cuts: bounds, order, data and every stage's cap."""
     stages, microbatches = np.nonzero(model.freezable)
     numbers = np.full(model.freezable.shape, -1)
@@ -56,7 +63,7 @@ def formulate(schedule: Schedule, model: CostModel, max_ratio: float) -> Formula
     for stage in range(model.num_stages):
         ratios = np.flatnonzero(stages == stage)
         if len(ratios):
-            caps.append(Budget(ratios.tolist(), max_ratio * len(ratios)))
+            caps.append(Budget(ratios.tolist(), float(limits.sums[stage])))
     problem = Problem(
         graph=graph_of(schedule),
         upper_s=model.upper_s,
@@ -67,4 +74,4 @@ def formulate(schedule: Schedule, model: CostModel, max_ratio: float) -> Formula
         upper=np.ones(len(stages)),
         budgets=caps,
     )
-    return Formulation(problem, model, max_ratio, stages, microbatches, numbers)
+    return Formulation(problem, model, limits, stages, microbatches, numbers)

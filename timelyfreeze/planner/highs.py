@@ -41,14 +41,7 @@ class HighsSolver:
 
     def load(self, lp: SparseLp, start: Statuses | Basis) -> None:
         """Take a new program, to be solved from a start: statuses of (columns, rows), or what ``basis()`` gave."""
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(lp.cost), len(lp.row_lower)
-        model.col_cost_, model.col_lower_, model.col_upper_ = lp.cost, lp.col_lower, lp.col_upper
-        model.row_lower_, model.row_upper_ = lp.row_lower, lp.row_upper
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = lp.starts, lp.index, lp.value
-        if self._highs.passModel(model) == highspy.HighsStatus.kError:
-            raise PlanError(problem("HiGHS refused the linear program", hint="Check the costs for extreme values."))
+        _pass(self._highs, lp)
         basis = start
         if isinstance(start, tuple):
             basis = highspy.HighsBasis()
@@ -86,6 +79,27 @@ class HighsSolver:
             raise PlanError(problem("the linear program was not solved", expected="an optimum", got=text))
         return np.array(self._highs.getSolution().col_value)
 
+    def relaxed_optimum(self, lp: SparseLp) -> float:
+        """The optimum of a large program to 1e-6, without a vertex; nothing is kept of it. Not stopped half-way.
+
+        The interior point takes 0.9 s where the simplex takes more than 60: the relaxation over cuts of 16 x 64 with
+        5 % scatter.
+
+        Raises:
+            PlanError: no optimum within the time limit.
+        """
+        highs: Any = _Highs()
+        for name, value in (("output_flag", False), ("parallel", "off"), ("solver", "ipx")):
+            highs.setOptionValue(name, value)
+        highs.setOptionValue("run_crossover", "off")
+        highs.setOptionValue("time_limit", self._time_limit_s)
+        _pass(highs, lp)
+        highs.run()
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            text = highs.modelStatusToString(highs.getModelStatus())
+            raise PlanError(problem("the relaxed program was not solved", expected="an optimum", got=text))
+        return float(highs.getInfo().objective_function_value)
+
     def basis(self) -> Basis:
         """Where the last solve ended, to start a similar program from."""
         return self._highs.getBasis()
@@ -104,3 +118,15 @@ class HighsSolver:
             status: highspy.HighsModelStatus = self._highs.getModelStatus()
             if status != highspy.HighsModelStatus.kTimeLimit:
                 return status
+
+
+def _pass(highs: Any, lp: SparseLp) -> None:
+    """Give HiGHS a program."""
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(lp.cost), len(lp.row_lower)
+    model.col_cost_, model.col_lower_, model.col_upper_ = lp.cost, lp.col_lower, lp.col_upper
+    model.row_lower_, model.row_upper_ = lp.row_lower, lp.row_upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = lp.starts, lp.index, lp.value
+    if highs.passModel(model) == highspy.HighsStatus.kError:
+        raise PlanError(problem("HiGHS refused the linear program", hint="Check the costs for extreme values."))

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from timelyfreeze.planner.model import FULL, CostModel, Floats
-
-MIN_LIVE_RATIO = 0.25
-"""The share of the highest stage's work that every micro-batch trains."""
+from timelyfreeze.planner.model import FULL, Bools, CostModel, Floats
 
 _LIVE = 1e-9  # a ratio this small leaves everything live
-
-
-def live_floor(max_ratio: float) -> float:
-    """The share of micro-batches in which every parameter has to be live: half of what the cap leaves.
-
-    >>> live_floor(0.5)
-    0.25
-    """
-    return (1.0 - max_ratio) / 2
 
 
 def least_live_shares(model: CostModel, ratios: Floats) -> Floats:
@@ -42,48 +30,71 @@ def top_stage(model: CostModel) -> int:
     return int(np.flatnonzero(model.freezable.any(axis=1)).max(initial=-1))
 
 
-def keep_microbatches_live(model: CostModel, ratios: Floats) -> Floats:
-    """Let every micro-batch train something: one that trained nothing would be a smaller batch, paid for in full.
+def keep_microbatches_live(model: CostModel, ratios: Floats, most: Floats) -> Floats:
+    """Let no ratio pass its limit.
 
-    In the highest stage that trains no ratio passes ``1 - MIN_LIVE_RATIO``. What is taken from one micro-batch goes to
-    the others, evenly, as far as they have room, so that the stage's sum stays where it can.
+    In the highest stage that trains, so that every micro-batch trains something: one that trained nothing would be a
+    smaller batch, paid for in full. What is taken from one micro-batch goes to the others, evenly, as far as they have
+    room, so that the stage's sum stays where it can.
+
+    Args:
+        most: the largest ratio of every place, of the shape of ``ratios``.
     """
-    top = top_stage(model)
-    if top < 0:
-        return ratios
-    places = np.flatnonzero(model.freezable[top])
-    row = np.minimum(ratios[top, places], 1.0 - MIN_LIVE_RATIO)
-    spare = min(float(ratios[top, places].sum()), (1.0 - MIN_LIVE_RATIO) * len(row)) - float(row.sum())
+    limited: Floats = ratios.copy()
+    for stage in range(model.num_stages):
+        places = np.flatnonzero(model.freezable[stage])
+        limited[stage, places] = _spread(ratios[stage, places], most[stage, places])
+    return limited
+
+
+def _spread(ratios: Floats, limits: Floats) -> Floats:
+    row = np.minimum(ratios, limits)
+    spare = min(float(ratios.sum()), float(limits.sum())) - float(row.sum())
     while spare > 1e-12:
-        room = 1.0 - MIN_LIVE_RATIO - row
+        room = limits - row
         open_places = room > 1e-12
         if not open_places.any():
             break
         share = min(spare / int(open_places.sum()), float(room[open_places].min()))
         row = row + share * open_places
         spare -= share * int(open_places.sum())
-    limited: Floats = ratios.copy()
-    limited[top, places] = row
-    return limited
+    return row
 
 
-def keep_live(model: CostModel, ratios: Floats, max_ratio: float) -> Floats:
+def keep_live(model: CostModel, ratios: Floats, live: Floats, *, is_exact: Bools | None = None) -> Floats:
     """Unfreeze what starves a parameter: in cut stages, the micro-batches with the smallest ratios train everything.
 
-    Returns ratios, nowhere larger, with ``least_live_shares`` at ``live_floor(max_ratio)`` or above in every stage.
+    Args:
+        live, is_exact: as for ``starved_places``.
+
+    Returns:
+        ratios, nowhere larger, under which nothing starves that could be fed so.
     """
-    floor = live_floor(max_ratio) * model.num_microbatches
-    mended = ratios
-    for stage in range(model.base, model.num_stages):
-        while True:
-            live = np.where(model.freezable[stage], _live(model, mended)[stage], 1.0)
-            # Ratios that are part of a step in its cut stage count for nothing there, though they train the top.
-            wasted = np.where(model.freezable[stage], 1.0 - mended[stage] - live, 0.0)
-            if live.sum() >= floor - 1e-9 or wasted.max() <= _LIVE:
-                break
-            mended = mended.copy()
-            mended[stage, int(wasted.argmax())] = 0.0
+    mended: Floats = np.where(starved_places(model, ratios, live, is_exact=is_exact), 0.0, ratios)
     return mended
+
+
+def starved_places(model: CostModel, ratios: Floats, live: Floats, *, is_exact: Bools | None = None) -> Bools:
+    """Where to unfreeze so that the bottom of no stage starves, bool of the shape of ``ratios``.
+
+    In each stage they are the places in their micro-batches' cut stage that are frozen least: their ratios are part of
+    a step, yet nothing of it reaches the bottom parameters.
+
+    Args:
+        ratios: ``[num_stages, num_microbatches]``.
+        live: in how many micro-batches every parameter has to be live, ``[num_stages]``.
+        is_exact: in which stages masks above the cut spare the parameters that the cut stage's masks freeze, so that
+            those micro-batches count whole, ``[num_stages]``; None: in none.
+    """
+    in_cut_stage = np.arange(model.num_stages)[:, None] == model.cuts(ratios)
+    counted = _live(model, ratios)
+    if is_exact is not None:
+        counted = np.where((counted > 0) & ~in_cut_stage & is_exact[:, None], 1.0, counted)
+    missing = live - np.where(model.freezable, counted, 1.0).sum(axis=1)
+    hungry = in_cut_stage & model.freezable & (ratios > _LIVE)
+    rank = np.where(hungry, ratios, np.inf).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
+    places: Bools = hungry & (rank < missing[:, None] - 1e-6)
+    return places
 
 
 def _live(model: CostModel, ratios: Floats) -> Floats:

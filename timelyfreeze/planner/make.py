@@ -1,8 +1,9 @@
-"""Make plans: the linear program, then what cuts make of it."""
+"""Make plans: what to freeze so that a step ends soonest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,80 +11,120 @@ import numpy as np
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import PlanError, problem, raise_all
 from timelyfreeze.planner.choose import choose_ratios
+from timelyfreeze.planner.cut_lp import FixedCuts, relaxation_bound
+from timelyfreeze.planner.cut_search import DEFAULT_EFFORT, CutSearch, Found
 from timelyfreeze.planner.formulate import formulate
 from timelyfreeze.planner.highs import Basis, HighsSolver, StoppedError
-from timelyfreeze.planner.lp import Problem, Statuses, build_lp, critical_path_basis
+from timelyfreeze.planner.limits import Limits
 from timelyfreeze.planner.model import Bools, CostModel, Floats
+from timelyfreeze.planner.options import PlanOptions
 from timelyfreeze.planner.plan import Plan, plan_of_grid
+from timelyfreeze.planner.solve_lp import minimize_lp
 from timelyfreeze.schedule import Schedule
 
-MODES = ("lp",)
-# The first solve weighs the sum of ratios this little beside the makespan. It ends at or next to the vertex that the
-# two exact solves look for, and is itself faster than minimising the makespan alone, whose optimum is hugely
-# degenerate (16 x 64 with 5 % scatter, all solves together: 169 for 211 ms at cap 0.8, 221 for 296 ms at 0.5).
-_WEIGHT = 1e-3
+_ROUNDING = 1e-6  # of a makespan beside a target
+
+OnBetter = Callable[[Plan], None]
 
 
-def make_plan(schedule: Schedule, costs: ActionCosts, max_ratio: float = 0.8, mode: str = "lp") -> Plan:
+def make_plan(
+    schedule: Schedule,
+    costs: ActionCosts,
+    max_ratio: float = 0.3,
+    mode: str = "cut",
+    *,
+    stage_max_ratio: Mapping[int, float] | None = None,
+    weights: Mapping[int, float] | None = None,
+    target_makespan_s: float | None = None,
+    live_microbatches: int | None = None,
+    min_live_ratio: float = 0.25,
+    floor_ratio: float = 0.5,
+) -> Plan:
     """Plan what to freeze so that a step takes least time; among such plans, freeze least.
 
     Args:
         schedule: the order on every rank.
         costs: bounds of exactly this schedule's actions.
-        max_ratio: cap on every stage's mean freeze ratio, in [0, 1].
-        mode: how to plan. ``"lp"``: TimelyFreeze's linear program (arXiv 2602.05754), then the lowest stage's ratios
-            dealt out by whole micro-batches, which are cut there, and at least ``MIN_LIVE_RATIO`` of the highest
-            stage left live in every micro-batch. The same input gives the same plan.
+        max_ratio, mode, stage_max_ratio, weights, target_makespan_s, live_microbatches, min_live_ratio, floor_ratio:
+            see ``PlanOptions``. The same input gives the same plan.
 
     Raises:
-        ValueError: an argument is out of range, or the costs are not this schedule's.
-        PlanError: the linear program was not solved.
+        ValueError, TypeError: an argument is out of range, or the costs are not this schedule's.
+        PlanError: ``target_makespan_s`` cannot be reached, and what stands against it; or a program was not solved.
 
-    >>> from timelyfreeze.schedule import Action, Kind, create_schedule
+    >>> from timelyfreeze.schedule import create_schedule
     >>> schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=8)
-    >>> upper = {action: 15.0 if action.kind is Kind.F else 43.0 for action in schedule.actions}
-    >>> lower = {action: 20.0 * action.stage for action in schedule.actions if action.kind is Kind.B}
-    >>> plan = make_plan(schedule, ActionCosts(upper, lower), max_ratio=0.5)
-    >>> round(plan.unfrozen_makespan_s, 1), round(plan.objective_s, 1), plan.makespan_s <= plan.objective_s
-    (522.0, 387.0, True)
+    >>> costs = ActionCosts.uniform(schedule, forward_s=15.0, backward_s=43.0, frozen_backward_s=20.0)
+    >>> plan = make_plan(schedule, costs, max_ratio=0.5)
+    >>> round(plan.unfrozen_makespan_s, 1), round(plan.makespan_s, 1), plan.cuts
+    (522.0, 342.0, [1, 1, 0, 0, 0, 0, 0, 1])
+    >>> round(make_plan(schedule, costs, max_ratio=0.5, mode="lp").objective_s, 1)
+    387.0
     """
-    return Planner(schedule, max_ratio=max_ratio, mode=mode).solve(costs)
+    options = PlanOptions(
+        max_ratio=max_ratio,
+        mode=mode,
+        stage_max_ratio=stage_max_ratio,
+        weights=weights,
+        target_makespan_s=target_makespan_s,
+        live_microbatches=live_microbatches,
+        min_live_ratio=min_live_ratio,
+        floor_ratio=floor_ratio,
+    )
+    return Planner(schedule, options).solve(costs)
 
 
 class Planner:
-    """Makes plans for one schedule. The second one starts from where the first ended, and takes about half the time.
+    """Makes plans for one schedule; the next one starts from where the last ended.
 
     Args:
-        schedule, max_ratio, mode: as for ``make_plan``.
-        time_limit_s: give up on a linear program after so long.
+        schedule: the order on every rank.
+        options: what to achieve, and what may be given up for it.
+        time_limit_s: after so long a search for cuts ends with the best plan found, and a linear program is given up.
+        effort: how thoroughly cuts are searched for; see ``timelyfreeze.planner.cut_search``.
+
+    Raises:
+        ValueError: an option does not fit the schedule.
 
     Not thread-safe; ``BackgroundPlanner`` solves while training goes on.
     """
 
     def __init__(
-        self, schedule: Schedule, *, max_ratio: float = 0.8, mode: str = "lp", time_limit_s: float = 600.0
+        self,
+        schedule: Schedule,
+        options: PlanOptions | None = None,
+        *,
+        time_limit_s: float = 600.0,
+        effort: int = DEFAULT_EFFORT,
     ) -> None:
-        faults = []
         if not isinstance(schedule, Schedule):
             raise TypeError(problem("schedule", expected="a Schedule", got=type(schedule).__name__))
-        if not isinstance(max_ratio, (int, float)) or not 0 <= max_ratio <= 1:
-            faults.append(problem("max_ratio", expected="a number in [0, 1]", got=repr(max_ratio)))
-        if mode not in MODES:
-            faults.append(problem("mode", expected=f"one of {', '.join(MODES)}", got=repr(mode)))
+        options = PlanOptions() if options is None else options
         if not time_limit_s > 0:
-            faults.append(problem("time_limit_s", expected="seconds above 0", got=repr(time_limit_s)))
-        raise_all(ValueError, faults)
+            raise_all(ValueError, [problem("time_limit_s", expected="seconds above 0", got=repr(time_limit_s))])
+        options.caps(schedule.num_stages, schedule.num_microbatches)
         self.schedule = schedule
-        self.max_ratio = float(max_ratio)
-        self.mode = mode
+        self.options = options
+        self._effort = effort
+        self._time_limit_s = time_limit_s
         self._solver = HighsSolver(time_limit_s=time_limit_s)
         self._basis: tuple[Basis, Bools] | None = None  # with the freezable actions it belongs to
+        self._last: Floats | None = None
 
-    def solve(self, costs: ActionCosts, is_stopped: Callable[[], bool] = lambda: False) -> Plan:
+    def solve(
+        self,
+        costs: ActionCosts,
+        is_stopped: Callable[[], bool] = lambda: False,
+        on_better: OnBetter = lambda _: None,
+        options: PlanOptions | None = None,
+    ) -> Plan:
         """Make a plan for new costs; after an error the planner can be used again.
 
         Args:
+            options: from now on, instead of those so far.
             is_stopped: asked about twice a second, from the thread that solves; True ends it with PlanError.
+            on_better: in mode ``"cut"``, told of a first plan at once (its ``objective_s`` is 0: no bound is known yet)
+                and of better ones as the search goes on.
 
         Raises:
             ValueError, PlanError: as ``make_plan`` does.
@@ -91,49 +132,115 @@ class Planner:
         if not isinstance(costs, ActionCosts):
             raise TypeError(problem("costs", expected="ActionCosts", got=type(costs).__name__))
         costs.check(self.schedule)
+        if options is not None and options != self.options:
+            options.caps(self.schedule.num_stages, self.schedule.num_microbatches)
+            self.options, self._last = options, None
         model = CostModel(self.schedule, costs)
+        limits = Limits.of_options(model, self.options)
         self._solver.is_stopped = is_stopped
+
+        def as_plan(ratios: Floats, objective_s: float = 0.0) -> Plan:
+            return plan_of_grid(model, self.schedule, costs, ratios, options=self.options, objective_s=objective_s)
+
+        def tell(ratios: Floats, bound_s: float) -> None:
+            plan = as_plan(ratios, bound_s)
+            if self._reaches_target(plan):
+                on_better(plan)
+
         try:
-            grid, objective_s = self._solve(model)
+            if not model.freezable.any() or not limits.sums.any():
+                ratios = np.zeros(model.freezable.shape)
+                objective_s = float(model.makespans(ratios[None])[0])
+            elif self.options.mode == "lp":
+                ratios, objective_s = self._solve_lp(model, limits)
+            else:
+                ratios, objective_s = self._solve_cut(model, limits, is_stopped, tell)
         except StoppedError:
             raise PlanError(problem("planning was stopped before it ended")) from None
-        plan = plan_of_grid(
-            model, self.schedule, costs, grid, mode=self.mode, max_ratio=self.max_ratio, objective_s=objective_s
-        )
-        # The optimum lies between the two by definition; the solver's tolerance must not say otherwise.
-        bounded = min(max(objective_s, plan.frozen_makespan_s), plan.unfrozen_makespan_s)
-        return replace(plan, objective_s=bounded)
+        plan = as_plan(ratios, objective_s)
+        self._refuse_target(plan)
+        return plan
 
-    def _solve(self, model: CostModel) -> tuple[Floats, float]:
-        """Ratios ``[num_stages, num_microbatches]``, and the linear program's optimum in seconds."""
-        if not model.freezable.any() or self.max_ratio == 0:
-            nothing = np.zeros(model.freezable.shape)
-            return nothing, float(model.makespans(nothing[None])[0])
-        formulation = formulate(self.schedule, model, self.max_ratio)
+    def _solve_lp(self, model: CostModel, limits: Limits) -> tuple[Floats, float]:
+        """Ratios ``[num_stages, num_microbatches]``, and the time in seconds that the linear program promises."""
+        formulation = formulate(self.schedule, model, limits)
         start = None
         if self._basis is not None and np.array_equal(self._basis[1], model.freezable):
             start = self._basis[0]
-        values, objective_s = self._minimize(formulation.problem, start)
-        self._basis = (self._solver.basis(), model.freezable)
-
-        ratios = choose_ratios(
-            model,
-            formulation.to_grid(values),
-            max_ratio=self.max_ratio,
-            target_s=objective_s,
+        target_s = self.options.target_makespan_s or 0.0
+        values, shortest_s = minimize_lp(
+            self._solver, formulation.problem, formulation.prices, start, target_s=target_s
         )
-        return ratios, objective_s
+        self._basis = (self._solver.basis(), model.freezable)
+        unfrozen_s = float(model.makespans(np.zeros((1, *model.freezable.shape)))[0])
+        # The optimum lies between the two by definition; the solver's tolerance must not say otherwise.
+        shortest_s = min(max(shortest_s, model.frozen_makespan()), unfrozen_s)
+        promised_s = min(max(shortest_s, target_s), unfrozen_s)
+        ratios = formulation.to_grid(values)
+        if target_s > shortest_s:
+            # The caps bind no longer: what is dealt out by micro-batch stays the amount that the program chose.
+            limits = replace(limits, sums=np.minimum(limits.sums, ratios.sum(axis=1)))
+        return choose_ratios(model, ratios, limits, target_s=promised_s), promised_s
 
-    def _minimize(self, problem: Problem, start: Statuses | Basis | None) -> tuple[Floats, float]:
-        """Minimise the makespan and then, at that makespan, the sum of ratios: (ratios, makespan in s)."""
-        solver, lp = self._solver, build_lp(problem)
-        makespan, ratios = lp.makespan, slice(lp.makespan + 1, None)
-        time_only, ratios_only = lp.cost, np.zeros(len(lp.cost))
-        ratios_only[ratios] = 1.0
-        solver.load(replace(lp, cost=time_only + _WEIGHT * ratios_only), start or critical_path_basis(problem))
-        solver.minimize()
-        solver.set_costs(time_only)
-        shortest = float(solver.minimize(from_feasible=True)[makespan])
-        solver.set_costs(ratios_only)
-        solver.set_upper(makespan, shortest * (1 + 1e-12))  # room for rounding; ratios move by 1e-10 at most
-        return solver.minimize(from_feasible=True)[ratios], shortest * lp.scale_s
+    def _solve_cut(
+        self,
+        model: CostModel,
+        limits: Limits,
+        is_stopped: Callable[[], bool],
+        on_better: Callable[[Floats, float], None],
+    ) -> tuple[Floats, float]:
+        """Ratios ``[num_stages, num_microbatches]``, and a lower bound of the makespan within the same limits."""
+        ends_s = time.monotonic() + self._time_limit_s
+        # With the linear program's plan among those it begins with, no plan with cuts is slower than that.
+        plans = [self._solve_lp(model, limits)[0]]
+        if self._last is not None and limits.allow(self._last):
+            plans.append(self._last)
+        on_better(plans[-1], 0.0)
+        bound_s = relaxation_bound(self.schedule, model, limits, self._solver)
+        programs = FixedCuts(self.schedule, model, limits, self._solver)
+
+        def search(target_s: float, plans: list[Floats]) -> Found:
+            return CutSearch(
+                model,
+                limits,
+                programs,
+                target_s=target_s,
+                is_stopped=lambda: is_stopped() or time.monotonic() > ends_s,
+                on_better=lambda found: on_better(found.ratios, min(bound_s, found.makespan_s)),
+            ).run(self._effort, plans)
+
+        target_s = self.options.target_makespan_s or 0.0
+        found = search(target_s, plans)
+        if target_s and found.makespan_s > target_s * (1 + _ROUNDING):
+            # What the fastest plan reaches can be reached; the way to it may lead through other plans.
+            found = search(target_s, [*plans, search(0.0, plans).ratios])
+        self._last = found.ratios
+        return found.ratios, min(bound_s, found.makespan_s)
+
+    def _reaches_target(self, plan: Plan) -> bool:
+        target_s = self.options.target_makespan_s
+        reached_s = plan.objective_s if plan.mode == "lp" else plan.makespan_s
+        return target_s is None or reached_s <= target_s * (1 + 1e-6)
+
+    def _refuse_target(self, plan: Plan) -> None:
+        """Raise PlanError where the plan that was found is slower than the target; says what stands against it."""
+        target_s = self.options.target_makespan_s
+        reached_s = plan.objective_s if plan.mode == "lp" else plan.makespan_s
+        if target_s is None or reached_s <= target_s * (1 + _ROUNDING):
+            return
+        num_microbatches = self.schedule.num_microbatches
+        binding = [
+            f"stage {stage}"
+            for stage in range(self.schedule.num_stages)
+            if sum(ratio for action, ratio in plan.ratios.items() if action.stage == stage)
+            >= self.options.cap(stage, num_microbatches) * num_microbatches - 1e-6
+        ]
+        raise PlanError(
+            problem(
+                "target_makespan_s cannot be reached within the caps",
+                expected=f"at least {reached_s:.6g} s, the best plan found; none is below {plan.objective_s:.6g} s",
+                got=f"{self.options.target_makespan_s:.6g} s",
+                where=f"the cap of {binding[0]} binds first" if binding else "no cap binds: all else takes as long",
+                hint="Raise the caps or the target.",
+            )
+        )

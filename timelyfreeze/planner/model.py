@@ -83,7 +83,7 @@ class CostModel:
         lower = np.array([costs.lower_s[action] for action in graph.actions])
         self.is_freezable = nodes.is_weight & (lower < upper)
         self.freezable = self._grid(self.is_freezable)
-        self._always_trains = self._grid(nodes.is_weight & (upper > 0)) & ~self.freezable
+        self.always_trains = self._grid(nodes.is_weight & (upper > 0)) & ~self.freezable
         # With nothing frozen: where the user's own frozen stages cut.
         lowest = self.cuts(np.zeros(self.freezable.shape))
         self.base = int(lowest.min())
@@ -119,7 +119,7 @@ class CostModel:
 
     def cuts(self, ratios: Floats) -> Ints:
         """The lowest stage that trains something, ``[..., num_microbatches]``; num_stages if none does."""
-        trains = np.where(self.freezable, ratios < FULL, self._always_trains)
+        trains = np.where(self.freezable, ratios < FULL, self.always_trains)
         return np.where(trains.any(axis=-2), trains.argmax(axis=-2), self.num_stages)
 
     def durations(self, ratios: Floats, nodes: Ints | None = None) -> tuple[Floats, Bools]:

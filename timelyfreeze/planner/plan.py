@@ -7,21 +7,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import PlanError, ScheduleError, problem, raise_all
-from timelyfreeze.files import read_json, write_atomically
+from timelyfreeze.files import load_json, write_atomically
 from timelyfreeze.planner.model import CostModel, Floats
+from timelyfreeze.planner.options import PlanOptions
 from timelyfreeze.planner.true_cost import ratio_grid
 from timelyfreeze.schedule import Action, Schedule
 from timelyfreeze.schedule.graph import graph_of
 
 _FORMAT = "timelyfreeze-plan"
-_VERSION = 1
+_VERSION = 2
 _TIMES = ("makespan_s", "objective_s", "unfrozen_makespan_s", "frozen_makespan_s")
 
 
@@ -31,14 +32,13 @@ class Plan:
 
     Attributes:
         schedule, costs: what it was made for.
-        mode: how it was made (``"lp"``).
-        max_ratio: the cap that every stage's mean ratio obeys.
+        options: how it was made, with the caps that it obeys.
         ratios: of every freezable action (kind B or W, lower < upper bound), in [0, 1].
         cuts: for every micro-batch, the lowest stage that still trains something (``num_stages`` if none does).
         start_s: predicted start of every action.
         makespan_s: predicted step time: the simulation under the true cost model, which knows the cuts.
-        objective_s: the optimum of the linear program, which knows none: never below ``frozen_makespan_s`` nor above
-            ``unfrozen_makespan_s``.
+        objective_s: mode ``"lp"``: the optimum of the linear program, which knows none. Mode ``"cut"``: a proven lower
+            bound of the makespan of every plan within the same caps.
         unfrozen_makespan_s: with nothing frozen.
         frozen_makespan_s: with every freezable action at its lower bound (0 in the lowest stage that trains).
 
@@ -47,15 +47,14 @@ class Plan:
     >>> lower = {Action.parse(text): 0.0 for text in ("0B0", "0B1")}
     >>> costs = ActionCosts({action: 1.0 for action in schedule.actions}, lower)
     >>> half = {Action.parse("0B0"): 0.5}
-    >>> plan = Plan.of_ratios(schedule, costs, half, mode="by hand", max_ratio=0.5, objective_s=6.0)
+    >>> plan = Plan.of_ratios(schedule, costs, half, max_ratio=0.5, objective_s=6.0)
     >>> plan.unfrozen_makespan_s, plan.makespan_s, Plan.from_json(plan.to_json()) == plan
     (6.0, 6.0, True)
     """
 
     schedule: Schedule
     costs: ActionCosts
-    mode: str
-    max_ratio: float
+    options: PlanOptions
     ratios: dict[Action, float]
     cuts: list[int]
     start_s: dict[Action, float]
@@ -71,11 +70,13 @@ class Plan:
         costs: ActionCosts,
         ratios: Mapping[Action, float],
         *,
-        mode: str,
-        max_ratio: float,
         objective_s: float,
+        **options: Any,
     ) -> Plan:
         """Predict what the ratios take; actions that are left out are not frozen.
+
+        Args:
+            options: fields of ``PlanOptions``.
 
         Raises:
             ValueError: a ratio is not in [0, 1] or belongs to an action that cannot be frozen, or the costs are not
@@ -88,18 +89,41 @@ class Plan:
             schedule,
             costs,
             grid,
-            mode=mode,
-            max_ratio=max_ratio,
+            options=PlanOptions(**options),
             objective_s=objective_s,
         )
+
+    @property
+    def mode(self) -> str:
+        """How it was made: ``"cut"`` or ``"lp"``."""
+        return self.options.mode
+
+    @property
+    def max_ratio(self) -> float:
+        """The largest cap on a stage's mean ratio."""
+        return max(self.options.caps(self.schedule.num_stages, self.schedule.num_microbatches))
+
+    @property
+    def stage_max_ratio(self) -> dict[int, float]:
+        """Caps of single stages."""
+        return dict(self.options.stage_max_ratio or {})
+
+    @property
+    def live_microbatches(self) -> int | None:
+        """How many micro-batches' gradients every parameter sees in a step, if that was asked for."""
+        return self.options.live_microbatches
+
+    @property
+    def gap_ratio(self) -> float:
+        """By how much another plan could be faster at most: makespan_s / objective_s - 1; 0 where there is no bound."""
+        return self.makespan_s / self.objective_s - 1.0 if self.objective_s > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, to be read by people too; floats keep every bit."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
-            "mode": self.mode,
-            "max_ratio": self.max_ratio,
+            "options": self.options.to_json(),
             **{name: getattr(self, name) for name in _TIMES},
             "schedule": {
                 "name": self.schedule.name,
@@ -130,8 +154,8 @@ class Plan:
             ratios = {Action.parse(text): float(ratio) for text, ratio in data["ratios"].items()}
             starts = {Action.parse(text): float(start) for text, start in data["start_s"].items()}
             makespan, objective, unfrozen, frozen = (float(data[name]) for name in _TIMES)
-            max_ratio, mode, cuts = float(data["max_ratio"]), str(data["mode"]), list(data["cuts"])
-            again = cls.of_ratios(schedule, costs, ratios, mode=mode, max_ratio=max_ratio, objective_s=objective)
+            options, cuts = PlanOptions.from_json(data["options"]), list(data["cuts"])
+            again = cls.of_ratios(schedule, costs, ratios, objective_s=objective, **vars(options))
         except KeyError as error:
             raise PlanError(problem("the plan lacks a field", expected=str(error))) from error
         except (AttributeError, OverflowError, TypeError, ValueError, ScheduleError) as error:
@@ -160,11 +184,7 @@ class Plan:
             PlanError: it holds something else; names the file and what is wrong.
             OSError: it cannot be read.
         """
-        data = read_json(path)
-        try:
-            return cls.from_json(data)
-        except PlanError as error:
-            raise PlanError(f"{fspath(path)}: {error}") from error
+        return load_json(path, cls.from_json)
 
 
 def plan_of_grid(
@@ -173,8 +193,7 @@ def plan_of_grid(
     costs: ActionCosts,
     grid: Floats,
     *,
-    mode: str,
-    max_ratio: float,
+    options: PlanOptions,
     objective_s: float,
 ) -> Plan:
     """The plan of a valid grid of ratios ``[num_stages, num_microbatches]``."""
@@ -185,8 +204,7 @@ def plan_of_grid(
     return Plan(
         schedule=schedule,
         costs=costs,
-        mode=mode,
-        max_ratio=max_ratio,
+        options=options,
         ratios=dict(zip(compress(actions, freezable.tolist()), values.tolist(), strict=True)),
         cuts=model.cuts(grid).tolist(),
         start_s=dict(zip(actions, starts.tolist(), strict=True)),
@@ -200,16 +218,14 @@ def plan_of_grid(
 def _check_consistent(plan: Plan, again: Plan) -> None:
     """Raise PlanError where what a plan says does not follow from its schedule, costs and ratios."""
     faults = []
-    if not 0 <= plan.max_ratio <= 1:
-        faults.append(problem("max_ratio", expected="a number in [0, 1]", got=plan.max_ratio))
     if plan.ratios.keys() != again.ratios.keys():
         lacking = [str(action) for action in again.ratios if action not in plan.ratios]
         faults.append(problem("ratios lack freezable actions", got=", ".join(lacking[:5])))
-    for stage in range(plan.schedule.num_stages):
+    for stage, cap in enumerate(plan.options.caps(plan.schedule.num_stages, plan.schedule.num_microbatches)):
         values = [ratio for action, ratio in plan.ratios.items() if action.stage == stage]
-        if values and sum(values) > plan.max_ratio * len(values) + 1e-6:
+        if values and sum(values) > cap * len(values) + 1e-6:
             mean = sum(values) / len(values)
-            faults.append(problem("mean ratio", expected=f"at most {plan.max_ratio}", got=mean, where=f"stage {stage}"))
+            faults.append(problem("mean ratio", expected=f"at most {cap}", got=mean, where=f"stage {stage}"))
     if plan.cuts != again.cuts:
         faults.append(problem("cuts do not follow from the ratios", expected=again.cuts, got=plan.cuts))
     if plan.start_s.keys() != again.start_s.keys():
@@ -225,9 +241,11 @@ def _check_consistent(plan: Plan, again: Plan) -> None:
         expected, got = getattr(again, name), getattr(plan, name)
         if not _is_close(got, expected):
             faults.append(problem(f"{name} does not follow from the ratios", expected=expected, got=got))
-    if not plan.frozen_makespan_s * (1 - 1e-9) <= plan.objective_s <= plan.unfrozen_makespan_s * (1 + 1e-9):
-        bounds = f"between {plan.frozen_makespan_s} and {plan.unfrozen_makespan_s}"
-        faults.append(problem("objective_s", expected=bounds, got=plan.objective_s))
+    least, most = plan.frozen_makespan_s, plan.unfrozen_makespan_s
+    if plan.mode == "cut":
+        least, most = 0.0, plan.makespan_s
+    if not least * (1 - 1e-9) <= plan.objective_s <= most * (1 + 1e-9):
+        faults.append(problem("objective_s", expected=f"between {least} and {most}", got=plan.objective_s))
     raise_all(PlanError, faults)
 
 
