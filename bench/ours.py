@@ -30,6 +30,14 @@ class OurPipeline:
         self.loss = float(self.last.loss)
         return seconds
 
+    def step_until_planned(self, most_steps: int = 100) -> None:
+        """Step until the plan is in force at full strength: in peace, since what others do would be in the bounds."""
+        for _ in range(most_steps):
+            self.step()
+            if self.last.phase == "steady" and self.pipe.plan is not None:
+                return
+        raise RuntimeError(f"no plan after {most_steps} steps: {self.pipe.report()['failure']}")
+
     def gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self.pipe.parameters()]
 

@@ -1,4 +1,4 @@
-"""How many bytes does a LLaMA block keep between forward and backward, trained whole and at freeze ratio 0.8?"""
+"""How many bytes does a LLaMA block keep between forward and backward: whole, at freeze ratio 0.8, below a cut?"""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from statistics import mean
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from bench.record import record
+from timelyfreeze import ActionCosts, FreezeConfig, FreezingPipeline, Kind, Plan, create_schedule
 from timelyfreeze.cli.model import Block, ModelConfig
 from timelyfreeze.freeze import MaskDrawer, parameter_work, record_forward
 from timelyfreeze.freeze.rates import nominal_rates
@@ -49,3 +51,46 @@ def test_activation_memory(policy: str, width: int) -> None:
     ratio = mean(kept) / plain
     print(f"\nwidth {width}, {policy}: {mean(kept) / 2**20:.2f} MiB of {plain / 2**20:.2f} MiB: {ratio:.3f}")
     record("activation_memory", width=width, policy=policy, plain_bytes=plain, frozen_bytes=mean(kept), ratio=ratio)
+
+
+class CountingBlock(Block):
+    """Notes the bytes that each of its forwards keeps."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.kept_bytes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with count_saved_bytes(self.parameters()) as saved:
+            y: torch.Tensor = super().forward(x)
+        self.kept_bytes.append(saved.total_bytes)
+        return y
+
+
+@pytest.mark.parametrize("width", [256, 1024])
+def test_below_the_cut(width: int) -> None:
+    """Two blocks as two stages of a running pipeline; every other micro-batch trains nothing in the first."""
+    config = ModelConfig(width=width)
+    schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=4)
+    costs = ActionCosts.uniform(schedule, forward_s=1.0, backward_s=2.0, frozen_backward_s=1.0)
+    cut = {a: 1.0 for a in schedule.actions if a.kind is Kind.B and a.stage == 0 and a.microbatch % 2}
+    plan = Plan.of_ratios(schedule, costs, cut, max_ratio=0.5, objective_s=0.0)
+    blocks = [CountingBlock(config) for _ in range(2)]
+    x = torch.randn(4 * 2, config.sequence_length, width)
+    with FreezingPipeline(
+        blocks,
+        loss_fn=nn.functional.mse_loss,
+        schedule=schedule,
+        num_microbatches=4,
+        freeze=FreezeConfig(plan=plan, ramp_steps=0),
+    ) as pipe:
+        for _ in range(2):  # the first step freezes nothing: the parameters' work is found out
+            for block in blocks:
+                block.kept_bytes.clear()
+            pipe.step(x, target=torch.zeros_like(x))
+    whole, below = mean(blocks[0].kept_bytes[::2]), mean(blocks[0].kept_bytes[1::2])
+    print(
+        f"\nwidth {width}: {below / 2**20:.2f} MiB below the cut, {whole / 2**20:.2f} MiB of a micro-batch without one"
+    )
+    record("activation_memory", width=width, policy="cut", plain_bytes=whole, frozen_bytes=below, ratio=below / whole)
+    assert below == 0

@@ -14,19 +14,16 @@ from bench.ours import OurPipeline
 from bench.record import interleave, record
 from bench.workloads import language_model
 from timelyfreeze import FreezeConfig
-
-MOST_STEPS = 100  # until the plan is in force
+from timelyfreeze.planner import fewer_microbatches
 
 
 @pytest.mark.parametrize("max_ratio", [0.3, 0.5, 0.8])
-def test_steady_step(max_ratio: float) -> None:
+@pytest.mark.parametrize("mode", ["cut", "lp"])
+def test_steady_step(mode: str, max_ratio: float) -> None:
     workload = language_model()
-    with OurPipeline(workload) as plain, OurPipeline(workload, freeze=FreezeConfig(max_ratio=max_ratio)) as planned:
-        for _ in range(MOST_STEPS):
-            # Bounds are measured while the plain pipeline rests: its memory traffic would be in them otherwise.
-            planned.step()
-            if planned.last.phase == "steady" and planned.pipe.plan is not None:
-                break
+    config = FreezeConfig(max_ratio=max_ratio, mode=mode)
+    with OurPipeline(workload) as plain, OurPipeline(workload, freeze=config) as planned:
+        planned.step_until_planned()
         times_s: list[float] = []
 
         def step() -> float:
@@ -45,18 +42,30 @@ def test_steady_step(max_ratio: float) -> None:
         with TorchPipelining(workload) as torch_pipelining:
             against_torch = interleave(planned.step, torch_pipelining.step, rounds=20)
     print(
-        f"\ncap {max_ratio}: planned / plain: {against_plain} ({1 / against_plain.ratio:.2f}x), "
-        f"predicted {plan.makespan_s * 1e3:.1f} ms ({error:+.1%}), LP {plan.objective_s * 1e3:.1f} ms; "
+        f"\n{mode}, cap {max_ratio}: planned / plain: {against_plain} ({1 / against_plain.ratio:.2f}x), "
+        f"predicted {plan.makespan_s * 1e3:.1f} ms ({error:+.1%}), bound {plan.objective_s * 1e3:.1f} ms; "
         f"planned / torch.distributed.pipelining: {against_torch}"
     )
     record(
         "main_job",
+        mode=mode,
         max_ratio=max_ratio,
         planned_over_plain=against_plain,
         planned_over_torch_pipelining=against_torch,
         predicted_s=plan.makespan_s,
         prediction_error=error,
-        lp_objective_s=plan.objective_s,
+        objective_s=plan.objective_s,
         unfrozen_makespan_s=plan.unfrozen_makespan_s,
+        cuts=plan.cuts,
         ratios={str(action): ratio for action, ratio in sorted(plan.ratios.items())},
     )
+
+
+@pytest.mark.parametrize("max_ratio", [0.3, 0.5, 0.8])
+def test_fewer_microbatches(max_ratio: float) -> None:
+    """The alternative that sees as many gradients: a plain step with a smaller batch."""
+    num = fewer_microbatches(8, max_ratio)
+    with OurPipeline(language_model()) as plain, OurPipeline(language_model(num_microbatches=num)) as few:
+        against_plain = interleave(few.step, plain.step, rounds=30)
+    print(f"\nM = {num} / plain: {against_plain} ({1 / against_plain.ratio:.2f}x)")
+    record("fewer_microbatches", max_ratio=max_ratio, num_microbatches=num, over_plain=against_plain)

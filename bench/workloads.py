@@ -68,14 +68,14 @@ def byte_batch(num_sequences: int, sequence_length: int) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def language_model(num_stages: int = 2, microbatch_size: int = 2) -> Workload:
-    """The main job's default model and batch: 8 micro-batches."""
+def language_model(num_stages: int = 2, microbatch_size: int = 2, num_microbatches: int = 8) -> Workload:
+    """The main job's default model and batch."""
     config = ModelConfig()
     return Workload(
         partial(language_model_stages, num_stages, config),
-        partial(byte_batch, 8 * microbatch_size, config.sequence_length),
+        partial(byte_batch, num_microbatches * microbatch_size, config.sequence_length),
         byte_loss,
-        8,
+        num_microbatches,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.freeze import FreezeConfig, FreezeController, ParameterWork, StepMasks
-from timelyfreeze.planner import Plan, make_plan
+from timelyfreeze.planner import Plan, PlanOptions, make_plan
 from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule, simulate
 
 
@@ -29,30 +29,39 @@ def all_live(works: Sequence[ParameterWork]) -> list[np.ndarray]:
 
 
 class InstantPlanner:
-    """Has its plan at once, or fails, or keeps the caller waiting."""
+    """Has its plan at once, or fails, or keeps the caller waiting; then gives what stands in ``better``, one a call."""
 
     def __init__(self, schedule: Schedule, max_ratio: float = 0.8) -> None:
         self.schedule, self.max_ratio = schedule, max_ratio
         self.costs: ActionCosts | None = None
+        self.options: PlanOptions | None = None
         self.waiting = False
         self.error: Exception | None = None
+        self.better: list[Plan | None] = []
         self.num_started = 0
         self.is_closed = False
 
-    def start(self, costs: ActionCosts) -> None:
-        self.costs = costs
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.better) or self.costs is not None
+
+    def start(self, costs: ActionCosts, options: PlanOptions | None = None) -> None:
+        self.costs, self.options = costs, options
         self.num_started += 1
 
     def take(self) -> Plan | None:
-        if self.waiting or self.costs is None:
+        if self.waiting:
             return None
+        if self.costs is None:
+            return self.better.pop(0) if self.better else None
         costs, self.costs = self.costs, None
         if self.error is not None:
             raise self.error
-        return make_plan(self.schedule, costs, max_ratio=self.max_ratio)
+        return make_plan(self.schedule, costs, max_ratio=self.max_ratio, mode="lp")
 
     def cancel(self) -> None:
         self.costs = None
+        self.better.clear()
 
     def close(self) -> None:
         self.is_closed = True
@@ -123,7 +132,7 @@ SCHEDULE = create_schedule("1f1b", num_ranks=2, num_microbatches=8)
 def make_machine(
     schedule: Schedule = SCHEDULE, *, seed: int = 0, sizes: tuple[float, ...] = (), **config: object
 ) -> tuple[Machine, InstantPlanner]:
-    settings = FreezeConfig(**config)  # type: ignore[arg-type]
+    settings = FreezeConfig(**{"max_ratio": 0.8} | config)  # type: ignore[arg-type]
     planner = InstantPlanner(schedule, settings.max_ratio)
     works = make_works(schedule.num_stages)
     controller = FreezeController(settings, schedule, seed, works, planner=planner)

@@ -12,6 +12,7 @@ from tests.freeze_machine import hand_made
 from timelyfreeze.errors import PlanError
 from timelyfreeze.freeze import FreezeConfig, FreezeController
 from timelyfreeze.freeze.config import check_fits
+from timelyfreeze.planner.options import PlanOptions
 from timelyfreeze.schedule import Schedule, create_schedule
 
 SCHEDULE = create_schedule("1f1b", num_ranks=2, num_microbatches=4)
@@ -22,14 +23,21 @@ SCHEDULE = create_schedule("1f1b", num_ranks=2, num_microbatches=4)
     [
         ({"max_ratio": 1.5}, r"max_ratio: expected a number in \[0, 1\], got 1.5"),
         ({"max_ratio": float("nan")}, "max_ratio"),
-        ({"mode": "best"}, "unknown mode: expected one of lp, got best"),
+        ({"max_ratio": "0.8"}, "max_ratio: expected a number"),
+        ({"mode": "best"}, "unknown mode: expected one of cut, lp, got 'best'"),
+        ({"stage_max_ratio": {0: 2.0}}, r"stage_max_ratio\[0\]: expected a number in \[0, 1\], got 2.0"),
+        ({"weights": {0: -1.0}}, r"weights\[0\]"),
+        ({"target_makespan_s": 0.0}, "target_makespan_s"),
+        ({"min_live_ratio": 1.1}, "min_live_ratio"),
+        ({"live_microbatches": 0}, "live_microbatches: expected a whole number from 1"),
+        ({"live_microbatches": 2, "rescale": True}, "rescale and live_microbatches exclude each other"),
         ({"policy": "worst"}, "unknown policy: expected one of .*random.*, got worst"),
         ({"warmup_steps": -1}, "warmup_steps: expected at least 0 steps, got -1"),
         ({"measure_steps": 2}, r"at least settle_steps \+ 2 = 3.*got 2"),
         ({"switch_delay_steps": 0}, "switch_delay_steps: expected at least 1"),
         ({"replan_drift_ratio": 0.0}, "replan_drift_ratio: expected a number above 0, or None"),
         ({"replan_drift_ratio": float("inf")}, "replan_drift_ratio"),
-        ({"max_ratio": -1, "ramp_steps": -1, "mode": "x"}, r"(?s)3 problems:.*max_ratio.*mode.*ramp_steps"),
+        ({"max_ratio": -1, "ramp_steps": -1, "mode": "x"}, r"(?s)2 problems:.*max_ratio.*mode.*ramp_steps"),
     ],
 )
 def test_values_out_of_range(arguments: dict[str, Any], message: str) -> None:
@@ -40,19 +48,40 @@ def test_values_out_of_range(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_ratio": "0.8"}, "max_ratio: expected a number"),
-        ({"max_ratio": True}, "max_ratio"),
+        ({"stage_max_ratio": 0.5}, "stage_max_ratio: expected a mapping"),
         ({"ramp_steps": 2.0}, "ramp_steps: expected a whole number of steps, got 2.0"),
         ({"warmup_steps": True}, "warmup_steps"),
         ({"rescale": 1}, "rescale: expected True or False, got 1"),
         ({"policy": None}, "policy: expected a name"),
         ({"plan": 3}, "plan: expected a Plan, the path of one, or None, got int"),
-        ({"replan_drift_ratio": "x", "mode": 1}, r"(?s)2 problems:.*replan_drift_ratio.*mode"),
+        ({"replan_drift_ratio": "x", "policy": 1}, r"(?s)2 problems:.*replan_drift_ratio.*policy"),
     ],
 )
 def test_values_of_another_type(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         FreezeConfig(**arguments)
+
+
+def test_how_plans_are_made_is_handed_on() -> None:
+    config = FreezeConfig(
+        max_ratio=0.4, mode="lp", stage_max_ratio={1: 0.2}, weights={0: 2.0}, target_makespan_s=3.0, min_live_ratio=0.5
+    )
+    assert config.plan_options == PlanOptions(0.4, "lp", {1: 0.2}, {0: 2.0}, 3.0, None, 0.5)
+    assert FreezeConfig().plan_options == PlanOptions()
+    assert FreezeConfig(live_microbatches=3).plan_options.live_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"live_microbatches": 5}, "live_microbatches of at most 4, got 5"),
+        ({"stage_max_ratio": {2: 0.5}}, "a stage of stage_max_ratio: expected 0 to 1, got 2"),
+        ({"weights": {7: 0.5}}, "a stage of weights: expected 0 to 1, got 7"),
+    ],
+)
+def test_options_for_another_schedule(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FreezeController(FreezeConfig(**arguments), SCHEDULE)
 
 
 def test_a_plan_is_read_from_its_path(tmp_path: Path) -> None:

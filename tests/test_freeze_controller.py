@@ -19,6 +19,7 @@ from tests.freeze_machine import (
     runs,
 )
 from timelyfreeze.freeze import FreezeConfig, FreezeController
+from timelyfreeze.freeze.targets import PlanTargets, Ramp
 from timelyfreeze.schedule import Action, Kind, create_schedule
 
 # --- phases and masks -------------------------------------------------------------------------------------------
@@ -162,6 +163,20 @@ def test_in_cut_stages_a_micro_batch_is_ramped_in_whole_or_not_at_all() -> None:
     assert (np.diff(seen[:, 1, 2]) > 0).all()
     share_on = seen[:, 0, 0].reshape(5, 10).mean(axis=1)
     assert (np.diff(share_on) > 0).all()
+
+
+def test_plans_with_other_cuts_are_ramped_micro_batch_by_micro_batch() -> None:
+    """From a cut in micro-batches 0 and 1 to one in 2 and 3: at and below the cuts nothing is ever frozen in part."""
+    schedule = create_schedule("1f1b", num_ranks=3, num_microbatches=4)
+    old, new = hand_made(schedule, [1.0, 1.0, 0.0, 0.0]), hand_made(schedule, [0.0, 0.0, 1.0, 1.0])
+    trains = np.ones(3, dtype=bool)
+    ramp = Ramp(0, PlanTargets(schedule, old, trains), PlanTargets(schedule, new, trains))
+    for step, share in enumerate(np.linspace(0.1, 0.9, 9)):
+        ratios = ramp.at(step, share).ratios
+        assert set(np.unique(ratios)) <= {0.0, 1.0}
+        assert (ratios == ratios[0]).all()  # cut at the same stage in all of them, or not at all
+    many = np.mean([ramp.at(step, 0.25).ratios for step in range(2000)], axis=0)
+    assert np.abs(many - [0.75, 0.75, 0.25, 0.25]).max() < 0.01
 
 
 def test_a_fixed_plan_is_never_measured_nor_made_again() -> None:

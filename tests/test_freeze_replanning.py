@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.freeze_machine import SCHEDULE, InstantPlanner, Machine, all_live, events_of, make_machine, make_works, runs
 from timelyfreeze.errors import PlanError
 from timelyfreeze.freeze import FreezeConfig, FreezeController
-from timelyfreeze.planner import BackgroundPlanner
+from timelyfreeze.freeze.phases import LEAST_GAIN_RATIO
+from timelyfreeze.planner import BackgroundPlanner, Plan
 
 # --- the switch -------------------------------------------------------------------------------------------------
 
@@ -88,6 +91,101 @@ def test_an_action_that_was_never_timed_is_reported() -> None:
         controller.end_step({})
     assert controller.phase == "steady"
     assert "not measured" in controller.report()["failure"]
+
+
+# --- better plans for the same bounds -----------------------------------------------------------------------------
+
+
+def faster(plan: Plan, share: float) -> Plan:
+    """The plan, said to end earlier by a share."""
+    return replace(plan, makespan_s=(1.0 - share) * plan.makespan_s)
+
+
+def run_until_planned(**config: object) -> tuple[Machine, InstantPlanner, Plan]:
+    """A machine whose first plan has just been adopted."""
+    machine, planner = make_machine(warmup_steps=0, measure_steps=3, ramp_steps=3, **config)
+    machine.run_until("ramp")
+    plan = machine.controller.plan
+    assert plan is not None
+    return machine, planner, plan
+
+
+def test_a_better_plan_is_announced_when_the_ramp_has_ended_and_ramped_to() -> None:
+    machine, planner, first = run_until_planned(switch_delay_steps=4)
+    start = machine.controller.step - 1
+    second = faster(first, 0.05)
+    planner.better = [None, second]
+    machine.run(2 + 2 + 4 + 3 + 3)
+    # After the ramp: one step in which nothing is there yet, one in which it is found, announced for four steps on.
+    assert events_of(machine.controller, "better_plan") == [
+        {"step": start + 4, "switch_step": start + 8, "new_makespan_s": second.makespan_s}
+    ]
+    assert runs(machine.phases[start:]) == [("ramp", 3), ("steady", 5), ("ramp", 3), ("steady", 4)]
+    switch = events_of(machine.controller, "plan")[-1]
+    assert (switch["step"], switch["old_makespan_s"]) == (start + 8, first.makespan_s)
+    assert machine.controller.plan is second
+    assert machine.controller.state_dict()["costs"] is None  # nothing is looked for any more
+
+
+def test_a_plan_that_is_hardly_better_is_not_worth_a_switch() -> None:
+    machine, planner, first = run_until_planned()
+    planner.better = [faster(first, share) for share in (-0.1, 0.0, 0.5 * LEAST_GAIN_RATIO)]
+    machine.run(20)
+    assert planner.better == []
+    assert machine.controller.plan is first
+    assert events_of(machine.controller, "better_plan") == []
+
+
+def test_of_several_better_plans_the_best_is_adopted() -> None:
+    machine, planner, first = run_until_planned(switch_delay_steps=3)
+    best = faster(first, 0.2)
+    planner.better = [faster(first, 0.05), faster(first, 0.1)]
+    machine.run(4)
+    assert [event["new_makespan_s"] for event in events_of(machine.controller, "better_plan")] == [
+        0.95 * first.makespan_s
+    ]
+    planner.better = [best, faster(first, 0.15)]
+    machine.run(3)
+    assert machine.controller.plan is best
+    machine.run(20)
+    assert machine.controller.plan is best
+    assert len(events_of(machine.controller, "plan")) == 2
+
+
+@pytest.mark.parametrize("ends", ["with a worse plan", "with an error"])
+def test_the_announced_plan_is_adopted_however_the_search_ends(ends: str) -> None:
+    machine, planner, first = run_until_planned(switch_delay_steps=3)
+    announced = faster(first, 0.1)
+    planner.better = [announced]
+    machine.run(4)
+    assert len(events_of(machine.controller, "better_plan")) == 1
+    if ends == "with an error":
+        planner.costs, planner.error = first.costs, PlanError("out of memory")
+    else:
+        planner.better = [faster(first, 0.05)]
+    machine.run(3)
+    assert machine.controller.plan is announced
+    assert machine.controller.report()["failure"] is None
+
+
+def test_a_search_that_fails_after_its_first_plan_leaves_that_plan() -> None:
+    machine, planner, first = run_until_planned()
+    planner.costs, planner.error = first.costs, PlanError("out of memory")
+    machine.run(20)
+    assert machine.controller.plan is first
+    assert machine.controller.report()["failure"] is None
+    assert machine.masks[-1].freeze_ratio > 0.3
+
+
+def test_measuring_again_ends_the_search() -> None:
+    machine, planner, first = run_until_planned(replan_interval_steps=10, replan_window_steps=2)
+    planner.better = [None] * 500 + [faster(first, 0.5)]
+    machine.slowdown = 2.0
+    machine.run(15)
+    assert events_of(machine.controller, "measure_again") != []
+    assert planner.better == []
+    machine.run(40)
+    assert events_of(machine.controller, "better_plan") == []
 
 
 # --- planning again ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from tests.freeze_machine import SCHEDULE, InstantPlanner, Machine, all_live, events_of, hand_made, make_works
 from timelyfreeze.errors import PlanError
 from timelyfreeze.freeze import FreezeConfig, FreezeController
+from timelyfreeze.planner import make_plan
 from timelyfreeze.schedule import create_schedule
 
 SHORT: dict[str, Any] = {
@@ -97,6 +98,43 @@ def test_a_plan_in_the_making_is_saved(done: bool, tmp_path: Path) -> None:
     resumed.run(3)
     assert resumed.phases == ["measure_lower", "measure_lower", "ramp"]
     assert [e["step"] for e in events_of(resumed.controller, "plan")] == [13]
+
+
+@pytest.mark.parametrize("at", [1, 5, 7, 9])
+def test_a_search_for_better_plans_goes_on_after_a_resume(at: int, tmp_path: Path) -> None:
+    """Saved while the first plan is ramped to, while nothing is found, announced, and ramped to."""
+
+    def make_with_planner() -> tuple[Machine, InstantPlanner]:
+        machine = make(ramp_steps=4, switch_delay_steps=2)
+        planner = machine.controller._pending._planner
+        assert isinstance(planner, InstantPlanner)
+        planner.max_ratio = 0.3
+        return machine, planner
+
+    def planned() -> tuple[Machine, InstantPlanner]:
+        machine, planner = make_with_planner()
+        machine.run_until("ramp")
+        plan = machine.controller.plan
+        assert plan is not None
+        planner.better = [None, None, make_plan(SCHEDULE, plan.costs, 0.8, mode="lp")]
+        return machine, planner
+
+    whole, _ = planned()
+    whole.run(20)
+    first, planner = planned()
+    first.run(at)
+    state = state_through_file(first.controller, tmp_path / "state.pt")
+    better = list(planner.better)
+    assert state["improving"] == bool(better)
+    second, other = make_with_planner()
+    second.controller.load_state_dict(state)
+    assert other.num_started == bool(better)
+    # The search begins anew: first it finds the plan in force, where the other was asked when the state was taken.
+    other.better = better
+    second.run(20 - at)
+    assert first.phases + second.phases == whole.phases
+    assert second.controller.report() == whole.controller.report()
+    assert [e["new_makespan_s"] for e in events_of(second.controller, "better_plan")] != []
 
 
 def test_a_fixed_plan_repeats_from_run_to_run_and_over_a_resume(tmp_path: Path) -> None:

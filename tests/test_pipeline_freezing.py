@@ -1,4 +1,4 @@
-"""The pipeline with freezing: gradients against the plain model under the same masks, cuts, phases, resume."""
+"""The pipeline with freezing: gradients against the plain model under the same masks, phases, unusual stages."""
 
 from __future__ import annotations
 
@@ -13,52 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import assert_same_grads, mlp
-from timelyfreeze import ActionCosts, FreezeConfig, FreezingPipeline, Kind, Plan, StageError, create_schedule, make_plan
-from timelyfreeze.freeze import FreezeController
-
-SHORT = {"warmup_steps": 1, "measure_steps": 3, "switch_delay_steps": 1, "ramp_steps": 2}
-
-
-def costs_of(schedule, forward_s=1.0, upper_s=3.0, lower_s=1.5):
-    upper = {a: forward_s if a.kind is Kind.F else upper_s for a in schedule.actions}
-    lower = {a: lower_s if a.stage else 0.0 for a in schedule.actions if a.kind is not Kind.F}
-    return ActionCosts(upper, lower)
-
-
-def fixed_plan(num_stages=2, num_microbatches=4, max_ratio=0.5, schedule="1f1b"):
-    made = create_schedule(schedule, num_ranks=num_stages, num_microbatches=num_microbatches)
-    return make_plan(made, costs_of(made), max_ratio=max_ratio)
-
-
-def masked_reference(stages, masks, loss_fn, x, y):
-    """Plain training of the unsplit stages, each micro-batch with the masks that the pipeline drew for it."""
-    num_microbatches = len(masks.live[0])
-    for m, (a, b) in enumerate(zip(x.tensor_split(num_microbatches), y.tensor_split(num_microbatches), strict=True)):
-        for stage, live in zip(stages, masks.live, strict=True):
-            for p, alive in zip(stage.parameters(), live[m], strict=True):
-                p.requires_grad_(bool(alive))
-        value = a
-        for stage in stages:
-            value = stage(value)
-        loss = loss_fn(value, b)
-        if loss.requires_grad:
-            loss.backward(torch.full_like(loss, len(a) / len(x)))
-    for stage in stages:
-        stage.requires_grad_(True)
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The masks of every step, as the controller gave them."""
-    masks = []
-    begin_step = FreezeController.begin_step
-
-    def record(self, *args, **kwargs):
-        masks.append(begin_step(self, *args, **kwargs))
-        return masks[-1]
-
-    monkeypatch.setattr(FreezeController, "begin_step", record)
-    return masks
+from tests.pipelines import SHORT, cut_plan, fixed_plan, masked_reference
+from timelyfreeze import FreezeConfig, FreezingPipeline, Kind
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -85,41 +41,6 @@ def test_gradients_equal_the_plain_models_under_the_same_masks(schedule, num_sta
             if step > 1:
                 assert result.phase == "steady"
                 assert 0 < result.freeze_ratio <= max_ratio + 0.2
-
-
-def test_nothing_runs_below_a_cut(drawn):
-    """Stage 0 all frozen for micro-batches 1 and 3: there it keeps nothing, and stage 1 computes no input gradient."""
-    received = []
-
-    class Watch(nn.Linear):
-        def forward(self, x):
-            received.append(x.requires_grad)
-            return super().forward(x)
-
-    recorded = []
-
-    class Below(nn.Linear):
-        def forward(self, x):
-            recorded.append(torch.is_grad_enabled())
-            return super().forward(x)
-
-    schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=4)
-    costs = costs_of(schedule)
-    ratios = {a: 1.0 for a in schedule.actions if a.stage == 0 and a.kind is Kind.B and a.microbatch % 2}
-    plan = Plan.of_ratios(schedule, costs, ratios, mode="lp", max_ratio=0.5, objective_s=1.0)
-    config = FreezeConfig(plan=plan, ramp_steps=0)
-    x = torch.randn(8, 4)
-    with FreezingPipeline([Below(4, 4), Watch(4, 4)], num_microbatches=4, loss_fn=F.mse_loss, freeze=config) as pipe:
-        pipe.step(x, target=x)  # profiled: nothing is frozen yet
-        received.clear()
-        recorded.clear()
-        times = pipe.step(x, target=x).times
-    assert received == [True, False, True, False]
-    assert recorded == [True, False, True, False]
-    assert drawn[-1].needs_input_grad.tolist() == [[False] * 4, [True, False, True, False]]
-    skipped = [times.durations_s[a] for a in schedule.actions if a in ratios]
-    run = [times.durations_s[a] for a in schedule.actions if a.stage == 0 and a.kind is Kind.B and a not in ratios]
-    assert max(skipped) < min(run)
 
 
 def test_phases_run_in_order_and_find_a_plan():
@@ -164,9 +85,7 @@ def test_lower_bounds_are_measured_with_input_gradients_and_no_step_trains_nothi
 
 def test_a_parameter_frozen_all_step_keeps_no_gradient_and_its_optimizer_state():  # CASES 9
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=2)
-    ratios = {a: 1.0 for a in schedule.actions if a.stage == 0 and a.kind is Kind.B}
-    plan = Plan.of_ratios(schedule, costs_of(schedule), ratios, mode="lp", max_ratio=1.0, objective_s=1.0)
+    plan = cut_plan([1, 1], num_stages=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     x = torch.randn(4, 4)
     with FreezingPipeline(model, 2, 2, loss_fn=F.mse_loss, freeze=FreezeConfig(plan=plan, ramp_steps=0)) as pipe:
@@ -257,115 +176,6 @@ def test_tied_weights_under_masks(drawn):
                     expected += 0 if leaf.grad is None else leaf.grad
             body.zero_grad()
             torch.testing.assert_close(torch.zeros(11, 6) if ours is None else ours, expected)
-
-
-def train(pipe, optimizer, steps):
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randn(8, 6, generator=generator) for _ in range(20)]
-    losses = []
-    for step in steps:
-        losses.append(pipe.step(batches[step], target=batches[step] * 0.5).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-@pytest.mark.parametrize("at", [1, 5, 12])
-def test_a_resumed_run_with_a_fixed_plan_has_the_same_losses_bit_for_bit(tmp_path, at):
-    def fresh():
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(4)])
-        config = FreezeConfig(plan=plan, ramp_steps=4)
-        pipe = FreezingPipeline(model, 2, 4, loss_fn=F.mse_loss, freeze=config, split_points=[2])
-        return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-
-    plan = fixed_plan(2, 4, 0.5)
-    whole, optimizer = fresh()
-    with whole:
-        expected = train(whole, optimizer, range(20))
-    first, optimizer = fresh()
-    with first:
-        losses = train(first, optimizer, range(at))
-        state = {
-            "model": first.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "freeze": first.freeze_state_dict(),
-        }
-        torch.save(state, tmp_path / "checkpoint.pt")
-    second, optimizer = fresh()
-    with second:
-        state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-        second.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        second.load_freeze_state_dict(state["freeze"])
-        losses += train(second, optimizer, range(at, 20))
-    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
-
-
-def test_evaluating_in_between_changes_nothing():  # CASES 42
-    def run(evaluate):
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        config = FreezeConfig(plan=fixed_plan(2, 4, 0.5), ramp_steps=2)
-        with FreezingPipeline(model, 2, 4, loss_fn=F.mse_loss, freeze=config, split_points=[2]) as pipe:
-            for _ in range(6):
-                losses += train(pipe, optimizer, range(2))
-                if evaluate:
-                    phase = pipe.report()["phase"]
-                    pipe.evaluate(torch.randn(12, 6), target=torch.randn(12, 6))
-                    pipe(torch.randn(3, 6))
-                    assert pipe.report()["phase"] == phase
-        return losses
-
-    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
-
-
-def test_a_failed_step_under_masks_leaves_flags_and_gradients_and_the_next_one_is_the_same():
-    class Fails(nn.Linear):
-        armed = False
-
-        def forward(self, x):
-            if self.armed:
-                raise RuntimeError("once")
-            return super().forward(x)
-
-    def run(fail):
-        torch.manual_seed(0)
-        stages = [nn.Linear(6, 6), Fails(6, 6)]
-        x = torch.randn(8, 6)
-        with FreezingPipeline(
-            stages, num_microbatches=4, loss_fn=F.mse_loss, freeze=FreezeConfig(plan=fixed_plan(), ramp_steps=0)
-        ) as pipe:
-            for step in range(6):
-                if fail and step == 3:
-                    before = [p.grad.clone() for p in pipe.parameters()]
-                    stages[1].armed = True
-                    with pytest.raises(StageError):
-                        pipe.step(x, target=x)
-                    stages[1].armed = False
-                    assert all(p.requires_grad for p in pipe.parameters())
-                    assert all(torch.equal(p.grad, b) for p, b in zip(pipe.parameters(), before, strict=True))
-                pipe.step(x, target=x)
-            return [p.grad for p in pipe.parameters()]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
-
-
-def test_rescaling_makes_the_mean_gradient_the_whole_one():
-    torch.manual_seed(0)
-    stages = [nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))]
-    x = torch.randn(2, 6).repeat(4, 1)  # every micro-batch the same, so that only masks make steps differ
-    config = FreezeConfig(plan=fixed_plan(2, 4, 0.5), ramp_steps=0, rescale=True)
-    with FreezingPipeline(stages, num_microbatches=4, loss_fn=F.mse_loss, freeze=config) as pipe:
-        pipe.step(x, target=x * 0)
-        whole = [p.grad.clone() for p in pipe.parameters()]
-        pipe.zero_grad()
-        num_steps = 256
-        for _ in range(num_steps):
-            pipe.step(x, target=x * 0)
-        for p, full in zip(pipe.parameters(), whole, strict=True):
-            torch.testing.assert_close(p.grad / num_steps, full, rtol=0.05, atol=1e-4)
 
 
 def test_user_changes_what_trains():  # CASES 1 with freezing

@@ -15,12 +15,13 @@ from torch import nn
 
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
+from timelyfreeze.freeze.groups import check_patterns
 from timelyfreeze.freeze.session import FreezeSession, as_tensors, gradient_factors
 from timelyfreeze.runtime.arguments import check_arguments, children, default_devices, fit_devices, make_schedule
 from timelyfreeze.runtime.engine import Engine, EngineStep, StepTimes
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
 from timelyfreeze.runtime.partition import balanced_split_points, check_split_points, measure_children_s
-from timelyfreeze.runtime.results import join_outputs, mean_loss, scale_of, send_input_gradients
+from timelyfreeze.runtime.results import join_outputs, scale_of, send_input_gradients, step_loss
 from timelyfreeze.runtime.ties import UnsharedStages
 from timelyfreeze.schedule import Schedule
 
@@ -62,8 +63,8 @@ class FreezingPipeline(nn.Module):
         num_microbatches: into how many slices a step's batch is cut.
         schedule: a name (``"gpipe"``, ``"1f1b"``), a ``Schedule``, or the path of a .csv.
         loss_fn: ``(output, target)`` -> mean over the samples (a scalar), or ``(sum, count)`` where samples weigh
-            unequally: then the step divides once by the whole count. None: the last stage takes the target itself as
-            its last argument and returns the loss.
+            unequally: then the step divides once by the whole count. A module's own parameters are trained too, and
+            never frozen. None: the last stage takes the target as its last argument and returns the loss.
         freeze: what to leave out, and when; None trains plainly.
         devices: one a rank; default: all GPUs, else the CPU for every rank.
         split_points: index of the child with which each stage from 1 on begins; default: balanced by the time that
@@ -128,6 +129,8 @@ class FreezingPipeline(nn.Module):
         self._closed = False
         self._freezing = None if freeze is None else FreezeSession(freeze, self.schedule, seed)
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(self._children_list)
+        if freeze is not None:
+            check_patterns(freeze.options, [name for name, _ in self.named_parameters()])
         num_children = len(self._children_list)
         if given_stages and split_points is not None:
             raise ValueError(
@@ -182,7 +185,7 @@ class FreezingPipeline(nn.Module):
             freezing.attach(engine.stages)
             masks = freezing.controller.begin_step(engine.trainable(), len(slices))
         try:
-            with nullcontext() if freezing is None else freezing.profiling():
+            with nullcontext() if freezing is None else freezing.profiling(self.model):
                 done = engine.run(
                     slices,
                     train=True,
@@ -195,20 +198,20 @@ class FreezingPipeline(nn.Module):
                     grad_scale=None if grad_scaler is None else scale_of(grad_scaler),
                     masks=None if masks is None else as_tensors(masks),
                 )
-            loss, divisor = mean_loss(done)
+            loss = step_loss(done)
         except BaseException:
             engine.abort()
             if freezing is not None:
                 freezing.controller.abort_step()
             raise
-        scale = 1.0 / divisor
-        engine.commit(engine.uniform_factors(scale) if masks is None else gradient_factors(masks, scale))
+        scale = 1.0 / loss.divisor
+        engine.commit(scale, None if masks is None else gradient_factors(masks, scale, loss.weights))
         send_input_gradients(done, scale)
         self._step_index += 1
         if freezing is not None:
             freezing.controller.end_step(done.times.durations_s)
         return StepResult(
-            loss=loss,
+            loss=loss.mean,
             outputs=done.report.outputs if return_outputs else None,
             step_time_s=done.times.step_time_s,
             phase="steady" if masks is None else masks.phase,
@@ -235,7 +238,7 @@ class FreezingPipeline(nn.Module):
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:
-            return mean_loss(self._run_forward(slices, has_target=True))[0]
+            return step_loss(self._run_forward(slices, has_target=True)).mean
         finally:
             for module in training:
                 module.training = True

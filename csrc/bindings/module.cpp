@@ -73,6 +73,7 @@ void bind_request(py::module_& m) {
       .def_readonly("input_grads", &StepReport::input_grads)
       .def_readonly("start_s", &StepReport::start_s)
       .def_readonly("end_s", &StepReport::end_s)
+      .def_readonly("skipped", &StepReport::skipped)
       .def_readonly("failed", &StepReport::failed)
       .def_readonly("error", &StepReport::error);
 }

@@ -43,6 +43,7 @@ struct StepReport {
   std::vector<std::vector<at::Tensor>> input_grads;
   std::vector<double> start_s;
   std::vector<double> end_s;
+  std::vector<ActionId> skipped;  // backwards that had no graph to run through
   std::optional<ActionId> failed;
   std::optional<pybind11::object> error;
 };

@@ -43,7 +43,8 @@ Pipeline::Step::Step(Pipeline& pipeline, StepRequest step_request)
       num_microbatches_(request.inputs.size()),
       inbox_(pipeline.stages_.size() * num_microbatches_),
       gradients_(inbox_.size()),
-      held_(inbox_.size()) {
+      held_(inbox_.size()),
+      recorded_(inbox_.size()) {
   result_.losses.resize(num_microbatches_);
   result_.counts.resize(num_microbatches_);
   result_.outputs.resize(num_microbatches_);
@@ -91,6 +92,22 @@ bool Pipeline::Step::is_last(const Action& action) const {
   return static_cast<size_t>(action.stage) + 1 == pipeline_.stages_.size();
 }
 
+std::pair<bool, bool> Pipeline::Step::trains_and_freezes(const Action& action) const {
+  const auto& trainable = pipeline_.stages_[static_cast<size_t>(action.stage)]->trainable();
+  const uint8_t* live = live_row(action);
+  bool trains = false;
+  bool freezes = false;
+  for (size_t i = 0; i < trainable.size(); ++i) {
+    if (!trainable[i]) continue;
+    if (live == nullptr || live[i] != 0) {
+      trains = true;
+    } else {
+      freezes = true;
+    }
+  }
+  return {trains, freezes};
+}
+
 void Pipeline::Step::work(int32_t rank) {
   const at::ThreadLocalStateGuard caller(caller_);  // autocast, modes and hooks of the thread that called step()
   if (request.run_inline) {
@@ -109,7 +126,10 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
                       device.device());
   const auto id = static_cast<size_t>(instruction.id);
   if (device.is_accelerator()) started_[id] = device.mark();
-  {
+  if (action.kind != Kind::forward && recorded_[slot(action)] == 0) {
+    // Below the micro-batch's cut there is no graph. A gradient may have been sent all the same, to be timed.
+    gradients_[slot(action)].clear();
+  } else {
     const MaskGuard mask(*pipeline_.stages_[static_cast<size_t>(action.stage)],
                          request.train ? live_row(action) : nullptr);
     if (action.kind == Kind::forward) {
@@ -144,14 +164,14 @@ Value Pipeline::Step::receive(const Action& action, bool record, Held& held) {
 
 void Pipeline::Step::forward(const Action& action) {
   const Stage& stage = *pipeline_.stages_[static_cast<size_t>(action.stage)];
-  const Message& message = inbox_[slot(action)];
-  const uint8_t* live = live_row(action);
-  const auto& trainable = stage.trainable();
-  bool record = forces_input_grad(action) || std::find(message.requires_grad.begin(), message.requires_grad.end(),
-                                                       true) != message.requires_grad.end();
-  for (size_t i = 0; i < trainable.size() && !record; ++i) record = trainable[i] && (live == nullptr || live[i] != 0);
-  record = record && request.train;
+  const auto& carried = inbox_[slot(action)].requires_grad;
+  const bool needs_input_grad =
+      forces_input_grad(action) || std::find(carried.begin(), carried.end(), true) != carried.end();
+  const auto [trains, freezes] = trains_and_freezes(action);
+  const bool record = request.train && (trains || needs_input_grad);
+  recorded_[slot(action)] = record ? 1 : 0;
 
+  // Where nothing of the stage and nothing below it trains, autograd is off: no graph, and no activation is kept.
   const c10::AutoGradMode grad_mode(record);
   Held& held = held_[slot(action)];
   Value input = receive(action, record, held);
@@ -165,7 +185,9 @@ void Pipeline::Step::forward(const Action& action) {
   if (!last) {
     Value value = stage.take_apart(output);
     const py::gil_scoped_release no_gil;
-    send_on(action, std::move(value), held);
+    // User code may mark its output by hand, so that checkpointed regions above get gradients. Where masks have frozen
+    // the stage that mark says nothing: what the stage above needs is in `needs_input_grad`.
+    send_on(action, std::move(value), /*carries_grad=*/record || !freezes, held);
   } else if (loss_inside) {
     take_loss(action, output, record, held);
   } else {
@@ -181,14 +203,14 @@ void Pipeline::Step::forward(const Action& action) {
   if (!record) held = Held();
 }
 
-void Pipeline::Step::send_on(const Action& action, Value value, Held& held) {
+void Pipeline::Step::send_on(const Action& action, Value value, bool carries_grad, Held& held) {
   const size_t next = slot({action.stage + 1, action.kind, action.microbatch});
   Message& message = inbox_[next];
   message.spec = std::move(value.spec);
   held.outputs.resize(value.tensors.size());
   for (size_t i = 0; i < value.tensors.size(); ++i) {
     const at::Tensor& tensor = value.tensors[i];
-    const bool requires_grad = tensor.requires_grad();
+    const bool requires_grad = carries_grad && tensor.requires_grad();
     if (requires_grad) held.outputs[i] = tensor;
     message.requires_grad.push_back(requires_grad);
     message.tensors.push_back(device_of(action.stage).send(tensor.detach(), device_of(action.stage + 1)));
@@ -267,7 +289,6 @@ void Pipeline::Step::backward(const Action& action) {
     roots.push_back(held.loss);
     root_grads.push_back(std::move(seed));
   }
-  // Nothing is held where this stage recorded no graph; a gradient may have been sent all the same, to be timed.
   for (size_t i = 0; i < std::min(arrived.size(), held.outputs.size()); ++i) {
     if (!arrived[i].tensor.defined() || !held.outputs[i].defined()) continue;
     roots.push_back(held.outputs[i]);
@@ -315,6 +336,10 @@ void Pipeline::Step::read_device_times() {
 StepReport Pipeline::Step::report() {
   result_.start_s = log.start_s();
   result_.end_s = log.end_s();
+  for (ActionId id = 0; id < request.program->num_actions(); ++id) {
+    const Action& action = request.program->at(id).action;
+    if (action.kind != Kind::forward && recorded_[slot(action)] == 0) result_.skipped.push_back(id);
+  }
   return std::move(result_);
 }
 

@@ -2,6 +2,7 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "runtime/pipeline.h"
@@ -46,11 +47,13 @@ class Pipeline::Step : public ActionRunner {
   [[nodiscard]] const uint8_t* live_row(const Action& action) const;
   [[nodiscard]] bool forces_input_grad(const Action& action) const;
   [[nodiscard]] bool is_last(const Action& action) const;
+  // Whether something of the stage trains for the micro-batch, and whether masks leave something out.
+  [[nodiscard]] std::pair<bool, bool> trains_and_freezes(const Action& action) const;
 
   void forward(const Action& action);
   void backward(const Action& action);
   Value receive(const Action& action, bool record, Held& held);
-  void send_on(const Action& action, Value value, Held& held);
+  void send_on(const Action& action, Value value, bool carries_grad, Held& held);
   void keep_output(const Action& action, const pybind11::object& output);
   void take_loss(const Action& action, const pybind11::object& loss, bool record, Held& held);
   void check_finite(const Action& action, const at::Tensor& loss) const;
@@ -63,6 +66,7 @@ class Pipeline::Step : public ActionRunner {
   std::vector<Message> inbox_;                    // a (stage, micro-batch)
   std::vector<std::vector<Shipment>> gradients_;  // a (stage, micro-batch): of the stage's outputs
   std::vector<Held> held_;                        // a (stage, micro-batch)
+  std::vector<uint8_t> recorded_;                 // a (stage, micro-batch): whether forward recorded a graph
   StepReport result_;
   std::vector<std::optional<c10::Event>> started_;  // an action, on accelerators
   std::vector<std::optional<c10::Event>> ended_;

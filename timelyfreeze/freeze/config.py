@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike, fspath
 
 from timelyfreeze.errors import PlanError, problem, raise_all
 from timelyfreeze.freeze.policies import policy_names
-from timelyfreeze.planner import Plan
-from timelyfreeze.planner.make import MODES
+from timelyfreeze.planner import Plan, PlanOptions
 from timelyfreeze.schedule import Schedule
 
 _SHOWN = 3
@@ -23,10 +24,22 @@ class FreezeConfig:
     (3 warm-up, 6 + 6 measuring, 2 until the switch, 8 ramp), so that a run of 100 steps is planned for three quarters.
 
     Attributes:
-        max_ratio: cap on every stage's mean freeze ratio, in [0, 1]. With 1 a stage may never train. With ``plan`` the
-            plan's own cap counts.
-        mode: how plans are made (``timelyfreeze.planner.make_plan``).
-        plan: a plan, or the path of one: nothing is measured, and never planned again, so that a run repeats.
+        max_ratio: cap on every stage's mean freeze ratio, in [0, 1]. With 1 a stage may never train.
+        mode, stage_max_ratio, weights, target_makespan_s, min_live_ratio: how plans are made, as in
+            ``timelyfreeze.planner.PlanOptions``.
+        live_microbatches: instead of a cap, how many micro-batches train each parameter in a step (k). Its gradient is
+            the mean over those, as in a plain step with k micro-batches; the reported loss is the mean over all. Each
+            use of a parameter that several stages share counts by itself. A step with fewer micro-batches than the
+            schedule freezes nothing.
+        parameter_max_ratio: caps on the mean freeze ratio of single parameters: shell patterns over the names of
+            ``pipe.named_parameters()``, of which the first that matches counts (``{"*norm*": 0.0, "embedding.*":
+            0.1}``). They hold in all steps that follow a plan; at 0 a parameter is live in every micro-batch of them.
+            Where something trains backward cannot stop early: a stage is cut in no more micro-batches than its smallest
+            cap allows, and the lowest stage freezes nothing in the others. Measuring lower bounds freezes everything.
+        parameter_weights: prices of single parameters, by patterns likewise: a stage's price is their mean by work, and
+            within it the cheapest are frozen first, as far as their caps allow.
+        plan: a plan, or the path of one: nothing is measured, and never planned again, so that a run repeats. What the
+            plan was made with counts, instead of the above.
         warmup_steps: first steps, which are not timed: allocators and caches fill. Three, since a step's second
             run still pays for first-touched gradient buffers.
         measure_steps: steps each for the upper and for the lower bounds. Six give, after ``settle_steps``, five samples
@@ -38,8 +51,11 @@ class FreezeConfig:
         plan_wait_steps: after so many steps without an answer the solve is given up.
         ramp_steps: over so many steps the ratios grow linearly from the last plan's (first: 0) to the new plan's.
             0: at once.
-        policy: how parameters are chosen above a micro-batch's cut (``timelyfreeze.freeze.policy_names()``).
-        rescale: divide each parameter's gradient by its planned probability of being live.
+        policy: how parameters are chosen above a micro-batch's cut (``timelyfreeze.freeze.policy_names()``). Under
+            ``live_microbatches``, and in stages with parameters that have caps or prices of their own, they are dealt
+            out by count instead.
+        rescale: divide each parameter's gradient by its planned probability of being live. Not with
+            ``live_microbatches``, which divides by what was live.
         replan_drift_ratio: plan again when a stage's measured time in steady steps is off by more than this share of
             the planned one; None: never. Predictions that are well are within 0.06.
         replan_window_steps: over so many steps (their median) that is judged.
@@ -54,8 +70,15 @@ class FreezeConfig:
     8
     """
 
-    max_ratio: float = 0.8
-    mode: str = "lp"
+    max_ratio: float = 0.3
+    mode: str = "cut"
+    stage_max_ratio: Mapping[int, float] | None = None
+    weights: Mapping[int, float] | None = None
+    target_makespan_s: float | None = None
+    live_microbatches: int | None = None
+    min_live_ratio: float = 0.25
+    parameter_max_ratio: Mapping[str, float] | None = None
+    parameter_weights: Mapping[str, float] | None = None
     plan: Plan | str | PathLike[str] | None = None
     warmup_steps: int = 3
     measure_steps: int = 6
@@ -70,11 +93,44 @@ class FreezeConfig:
     replan_interval_steps: int = 200
 
     def __post_init__(self) -> None:
-        types = self._type_faults()
-        raise_all(TypeError, types)
+        raise_all(TypeError, self._type_faults())
         raise_all(ValueError, self._value_faults())
         if self.plan is not None and not isinstance(self.plan, Plan):
             object.__setattr__(self, "plan", _load(self.plan))
+        faults = [
+            problem(f"{name} differs from the plan's", expected=repr(theirs), got=repr(own), hint="Leave it out.")
+            for name in ("parameter_max_ratio", "parameter_weights")
+            if (own := getattr(self.plan_options, name)) not in (None, theirs := getattr(self.options, name))
+        ]
+        raise_all(ValueError, faults)
+        if self.rescale and self.averages_live:
+            hint = "Leave rescale out: gradients are means over the live micro-batches already."
+            raise ValueError(problem("rescale and live_microbatches exclude each other", hint=hint))
+
+    @cached_property
+    def plan_options(self) -> PlanOptions:
+        """How plans are made."""
+        return PlanOptions(
+            max_ratio=self.max_ratio,
+            mode=self.mode,
+            stage_max_ratio=self.stage_max_ratio,
+            weights=self.weights,
+            target_makespan_s=self.target_makespan_s,
+            live_microbatches=self.live_microbatches,
+            min_live_ratio=self.min_live_ratio,
+            parameter_max_ratio=self.parameter_max_ratio,
+            parameter_weights=self.parameter_weights,
+        )
+
+    @property
+    def options(self) -> PlanOptions:
+        """What holds: how plans are made, or how the plan that was given was made."""
+        return self.plan_options if self.fixed_plan is None else self.fixed_plan.options
+
+    @property
+    def averages_live(self) -> bool:
+        """Whether a gradient is the mean over the micro-batches that trained its parameter."""
+        return self.options.live_microbatches is not None
 
     @property
     def fixed_plan(self) -> Plan | None:
@@ -82,15 +138,20 @@ class FreezeConfig:
         assert self.plan is None or isinstance(self.plan, Plan)
         return self.plan
 
+    def check(self, schedule: Schedule) -> None:
+        """Raise unless this fits a schedule: PlanError for the plan, ValueError for stages and micro-batches."""
+        if self.fixed_plan is not None:
+            check_fits(self.fixed_plan, schedule)
+        else:
+            self.plan_options.caps(schedule.num_stages, schedule.num_microbatches)
+
     def _type_faults(self) -> list[str]:
         faults = []
-        if not _is_number(self.max_ratio):
-            faults.append(problem("max_ratio", expected="a number in [0, 1]", got=repr(self.max_ratio)))
         if self.replan_drift_ratio is not None and not _is_number(self.replan_drift_ratio):
             faults.append(problem("replan_drift_ratio", expected="a number or None", got=repr(self.replan_drift_ratio)))
-        for name in ("mode", "policy"):
-            if not isinstance(getattr(self, name), str):
-                faults.append(problem(name, expected="a name", got=repr(getattr(self, name))))
+        policy: object = self.policy
+        if not isinstance(policy, str):
+            faults.append(problem("policy", expected="a name", got=repr(policy)))
         rescale: object = self.rescale
         if not isinstance(rescale, bool):
             faults.append(problem("rescale", expected="True or False", got=repr(self.rescale)))
@@ -104,15 +165,15 @@ class FreezeConfig:
 
     def _value_faults(self) -> list[str]:
         faults = []
-        if not 0.0 <= self.max_ratio <= 1.0:
-            faults.append(problem("max_ratio", expected="a number in [0, 1]", got=self.max_ratio))
+        try:
+            _ = self.plan_options
+        except ValueError as error:
+            faults.append(str(error))
         drift = self.replan_drift_ratio
         if drift is not None and not (drift > 0 and math.isfinite(drift)):
             faults.append(problem("replan_drift_ratio", expected="a number above 0, or None", got=drift))
         if self.policy not in policy_names():
             faults.append(problem("unknown policy", expected=f"one of {', '.join(policy_names())}", got=self.policy))
-        if self.mode not in MODES:
-            faults.append(problem("unknown mode", expected=f"one of {', '.join(MODES)}", got=self.mode))
         for name, least in _LEAST_STEPS.items():
             if getattr(self, name) < least:
                 faults.append(problem(name, expected=f"at least {least} steps", got=getattr(self, name)))

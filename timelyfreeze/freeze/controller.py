@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from timelyfreeze.errors import PlanError, problem
-from timelyfreeze.freeze.config import FreezeConfig, check_fits
-from timelyfreeze.freeze.masks import Bools
-from timelyfreeze.freeze.parameters import ParameterWork
+from timelyfreeze.freeze.config import FreezeConfig
+from timelyfreeze.freeze.groups import with_limits
+from timelyfreeze.freeze.parameters import Bools, ParameterWork
 from timelyfreeze.freeze.phases import STEADY, PhaseMachine
 from timelyfreeze.freeze.reporting import build_report, planned_stage_times_s
 from timelyfreeze.freeze.samples import BoundSamples, Durations, RecentSteps, check_durations
@@ -34,10 +34,11 @@ class FreezeController:
         seed: masks are a function of (seed, step, stage, micro-batch), the plan, the works and the trainable flags.
         work: of every stage's parameters, if it is known already; else see ``set_work``.
         transfer_s: between ranks, for the plan: one number, or by (from stage, to stage).
-        planner: makes the plans; default: a ``BackgroundPlanner`` with the config's cap and mode.
+        planner: makes the plans; default: a ``BackgroundPlanner`` with the config's options.
 
     Raises:
         PlanError: the config's plan does not fit the schedule; says what differs.
+        ValueError: the config names stages, or more micro-batches, than the schedule has.
 
     >>> from timelyfreeze.schedule import create_schedule
     >>> schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=4)
@@ -60,8 +61,7 @@ class FreezeController:
         transfer_s: Any = 0.0,
         planner: PlansInBackground | None = None,
     ) -> None:
-        if config.fixed_plan is not None:
-            check_fits(config.fixed_plan, schedule)
+        config.check(schedule)
         self.config = config
         self.schedule = schedule
         self.seed = seed
@@ -72,9 +72,7 @@ class FreezeController:
         self._recent = RecentSteps(schedule, config.replan_window_steps)
         self._actions = frozenset(schedule.actions)
         self._step = 0
-        self._pending = PendingPlan(
-            planner or BackgroundPlanner(schedule, max_ratio=config.max_ratio, mode=config.mode)
-        )
+        self._pending = PendingPlan(planner or BackgroundPlanner(schedule, config.plan_options))
         self._signature: str | None = None  # of the trainable parameters
         self._measured_signature: str | None = None
         self._open: tuple[StepMasks, Bools, bool] | None = None  # masks, frozen micro-batches, whether all of them run
@@ -154,11 +152,13 @@ class FreezeController:
         flags = [np.array(stage, dtype=bool) for stage in trainable]
         self._drawer.check(flags)
         full = num_microbatches in (None, self.schedule.num_microbatches)
+        # A smaller batch may lack all the micro-batches that are to train a parameter.
+        freezes = full or not self.config.averages_live
         machine = self._machine
         self._note_trainable(flags)
         self._look_for_plan()
         frozen = np.zeros(self.schedule.num_microbatches, dtype=bool)
-        if machine.follows_plan and not self.needs_work:
+        if machine.follows_plan and not self.needs_work and freezes:
             masks = self._drawer.planned(self._step, machine)
         elif machine.freezes_halves and full:
             # Every other micro-batch, the others in the next step: no step trains nothing, unless it has only one.
@@ -231,25 +231,39 @@ class FreezeController:
         except (PlanError, ValueError) as error:
             self._machine.give_up(self._step, str(error))
             return
-        self._pending.start(costs)
+        options = with_limits(self.config.plan_options, self._drawer.work or (), self._drawer.trainable)
+        self._pending.start(costs, options)
         self._machine.announce(self._step)
 
     def _look_for_plan(self) -> None:
-        """At the announced step: take the plan, or state a later step, or go on without."""
+        """At the announced step: take the plan, or state a later step, or go on without. Else look for a better one."""
         machine = self._machine
-        if machine.switch_step is None or self._step < machine.switch_step:
+        if machine.switch_step is None:
+            self._look_for_better_plan()
+            return
+        if self._step < machine.switch_step:
             return
         outcome = self._pending.poll()
-        if outcome is None:
-            if machine.postpone(self._step):
-                return
-        elif isinstance(outcome, Exception):
-            machine.give_up(self._step, f"{type(outcome).__name__}: {outcome}")
-        else:
+        if outcome is None and machine.postpone(self._step):
+            return
+        if isinstance(outcome, Plan):
             machine.adopt(self._step, outcome)
             self._drawer.forget()
-        self._pending.drop()
+        else:
+            if outcome is not None:
+                machine.give_up(self._step, f"{type(outcome).__name__}: {outcome}")
+            self._pending.drop()
         self._recent.clear()
+
+    def _look_for_better_plan(self) -> None:
+        """While the planner goes on looking: announce what it finds, if it is better enough than the plan in force."""
+        if self._machine.phase != STEADY or self._machine.plan is None or self._pending.costs is None:
+            return
+        is_busy = self._pending.is_busy  # before the poll: what it finds after that is not lost
+        found = self._pending.poll()
+        announced = isinstance(found, Plan) and self._machine.announce_better(self._step, found)
+        if not announced and not is_busy:
+            self._pending.drop()
 
     def _judge_plan(self) -> None:
         """Measure again if there is no plan, or if the stages' times have drifted from the planned ones."""
@@ -271,7 +285,7 @@ class FreezeController:
         """All that the next steps depend on, as plain data: JSON, or ``torch.load(weights_only=True)``, brings it back.
 
         Taken between steps. A plan in the making is saved as the bounds that it is for, and begun again by
-        ``load_state_dict``; one that waits for its step is saved itself.
+        ``load_state_dict``, as is the search for a better one; a plan that waits for its step is saved itself.
         """
         outcome = self._pending.poll()
         return pack_state(
@@ -285,7 +299,9 @@ class FreezeController:
             signatures=(self._signature, self._measured_signature),
             freeze_ratio_sum=self._freeze_ratio_sum,
             costs=self._pending.costs,
+            options=self._pending.options,
             pending=None if isinstance(outcome, Exception) else outcome,
+            improving=self._pending.is_busy,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -307,7 +323,8 @@ class FreezeController:
         self._open = None
         self._pending.drop()
         if loaded.costs is not None:
-            self._pending.start(loaded.costs, loaded.pending)
+            options = loaded.options or self.config.plan_options
+            self._pending.start(loaded.costs, options, loaded.pending, improve=loaded.improving)
 
 
 def _signature(flags: Sequence[Bools]) -> str:

@@ -3,6 +3,11 @@
 For a micro-batch, the cut stage is the lowest one that has something live. Its masks freeze a prefix in forward order,
 so that backward stops early; above it any choice takes the same time, and a policy makes it. Which stage is the cut
 follows from the masks below, so stages are drawn from the bottom up.
+
+The points that a step's masks of a stage are drawn from follow each other at the distance of the shares that are live
+(systematic sampling): above the cut, a parameter that is to be live in 2.3 micro-batches is live in 2 or 3 of every
+step. Where that shall hold for cut micro-batches as well, or parameters have caps of their own, ``even_masks`` deals
+the parameters out.
 """
 
 from __future__ import annotations
@@ -10,17 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from timelyfreeze.freeze.parameters import ParameterWork
+from timelyfreeze.freeze.even_masks import FULL, EvenMasks
+from timelyfreeze.freeze.groups import StageGroups
+from timelyfreeze.freeze.parameters import Bools, Floats, ParameterWork
 from timelyfreeze.freeze.points import PointSequence, keyed_generator
 from timelyfreeze.freeze.policies import MaskRequest, get_policy
-
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-
-# Sums of shares miss 1 by rounding; the planner takes ratios from here on as 1 as well.
-FULL = 1.0 - 1e-9
 
 # So many masks of a stage share one random order: long enough for the arc to go round evenly (at a cap of 0.95 a
 # tensor is live in 13 of 256), short enough that orders change all the time (every 32 steps of 8 micro-batches).
@@ -37,7 +37,17 @@ _PROBABILITY_STEPS = 512
 class StageMasks:
     """Draws the masks of one stage for one set of trainable parameters."""
 
-    def __init__(self, work: ParameterWork, trainable: Bools, *, seed: int, stage: int, policy: str) -> None:
+    def __init__(
+        self,
+        work: ParameterWork,
+        trainable: Bools,
+        *,
+        seed: int,
+        stage: int,
+        policy: str,
+        even: bool = False,
+        groups: StageGroups | None = None,
+    ) -> None:
         self.columns = np.flatnonzero(trainable)
         self.num_parameters = len(trainable)
         work_s = work.work_s[self.columns]
@@ -53,6 +63,11 @@ class StageMasks:
         self._starts = np.empty(num)
         self._starts[order] = np.cumsum(in_order) - in_order
         self._palette_size = work.palette_size
+        self.even: EvenMasks | None = None
+        if even or groups is not None:
+            own = None if groups is None else groups.of(self.columns)
+            divisible = work.palette_size is None
+            self.even = EvenMasks(self.shares, self._starts, divisible, own, seed=seed, stage=stage)
         self._in_bottom_half = self._starts + 0.5 * self.shares < 0.5
         self._policy = get_policy(policy)
         self._seed, self._stage = seed, stage
@@ -117,6 +132,8 @@ class MaskDrawer:
         num_microbatches: of a step.
         seed: any whole number.
         policy: a name from ``policy_names()``.
+        even: every parameter is to be live in equally many micro-batches of a step. The policy has no say then.
+        groups: of every stage, or None where its parameters have no caps of their own. With them the policy has no say.
     """
 
     def __init__(
@@ -127,10 +144,14 @@ class MaskDrawer:
         *,
         seed: int = 0,
         policy: str = "random",
+        even: bool = False,
+        groups: Sequence[StageGroups | None] | None = None,
     ) -> None:
         self.stages = [
-            StageMasks(work, flags, seed=seed, stage=stage, policy=policy)
-            for stage, (work, flags) in enumerate(zip(works, trainable, strict=True))
+            StageMasks(work, flags, seed=seed, stage=stage, policy=policy, even=even, groups=own)
+            for stage, (work, flags, own) in enumerate(
+                zip(works, trainable, groups or [None] * len(works), strict=True)
+            )
         ]
         self._points = [PointSequence(seed, stage) for stage in range(len(works))]
         self._num_microbatches = num_microbatches
@@ -150,11 +171,17 @@ class MaskDrawer:
         """
         below_live = np.zeros(self._num_microbatches, dtype=bool)
         surely_live = below_live.copy()
+        at_cut = ~below_live
         masks = []
         for stage, sequence, row, mix in zip(self.stages, self._points, ratios, mixes, strict=True):
-            points = sequence.at(step, self._num_microbatches)
+            point = float(sequence.at(step, 1)[0])
             block = step // self._steps_per_order
-            drawn = stage.draw(block, points, row, mix, cut=~below_live, maybe_cut=~surely_live)
+            if stage.even is not None:
+                drawn = stage.even.draw(block, point, row, at_cut)
+            else:
+                points = (point + np.cumsum(1.0 - row)) % 1.0
+                drawn = stage.draw(block, points, row, mix, cut=~below_live, maybe_cut=~surely_live)
+            at_cut &= (row >= FULL) | (len(stage.columns) == 0)
             surely_live |= (row <= 0) & (len(stage.columns) > 0)
             below_live |= drawn.any(axis=1)
             live = np.zeros((self._num_microbatches, stage.num_parameters), dtype=bool)
@@ -183,7 +210,7 @@ class MaskDrawer:
         return [total / num_steps for total in sums]
 
 
-def mixing(ratios: Floats, trains: Bools, max_ratio: float) -> Floats:
+def mixing(ratios: Floats, trains: Bools, caps: float | Floats) -> Floats:
     """By how much masks must vary so that a stage's bottom does not starve: in [0, 0.95], of the shape of ``ratios``.
 
     Where a stage may be the cut, a middling ratio r in every micro-batch would leave the bottom parameters frozen for
@@ -193,7 +220,8 @@ def mixing(ratios: Floats, trains: Bools, max_ratio: float) -> Floats:
     Args:
         ratios: of a plan, ``[num_stages, num_microbatches]``.
         trains: whether a stage has trainable parameters, ``[num_stages]``.
-        max_ratio: the cap; every parameter shall be live in at least (1 - max_ratio) / 2 of the micro-batches.
+        caps: on the stages' mean ratios, one or ``[num_stages]``: every parameter shall be live in at least
+            (1 - cap) / 2 of the micro-batches.
 
     >>> np.round(mixing(np.array([[1.0, 0.8, 0.0], [0.0, 0.8, 0.8]]), np.array([True, True]), 0.8), 3)
     array([[0., 0., 0.],
@@ -201,10 +229,10 @@ def mixing(ratios: Floats, trains: Bools, max_ratio: float) -> Floats:
     >>> np.round(mixing(np.array([[0.8]]), np.array([True]), 0.8), 3)
     array([[0.575]])
     """
-    floor = _PROMISED * (1.0 - min(max_ratio, _LARGEST_CAP))
+    floors = _PROMISED * (1.0 - np.minimum(np.broadcast_to(caps, len(trains)), _LARGEST_CAP))
     mixes = np.zeros(ratios.shape)
     surely_live_below = np.zeros(ratios.shape[1], dtype=bool)
-    for mix, row, stage_trains in zip(mixes, ratios, trains, strict=True):
+    for mix, row, stage_trains, floor in zip(mixes, ratios, trains, floors, strict=True):
         middling = (row > 0) & (row < FULL)
         drawn = np.where(middling & surely_live_below, np.maximum(1.0 - row - _STRAY, 0.0), 0.0)
         given = np.where(row <= 0, 1.0, drawn).mean()

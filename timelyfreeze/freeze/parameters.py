@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from timelyfreeze.errors import problem, raise_all
 
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
 PALETTE_SIZE = 4
 """Masks of a compiled stage. Dynamo compiles a graph for each, with and without input gradient: its limit is eight."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from timelyfreeze.freeze.controller import FreezeController
+from timelyfreeze.freeze.parameters import Bools
 from timelyfreeze.freeze.profile import record_forward
 from timelyfreeze.freeze.rates import measured_rates, nominal_rates
 from timelyfreeze.freeze.step_masks import StepMasks
@@ -48,15 +49,26 @@ class FreezeSession:
         self._stages, self._names = stages, names
 
     @contextmanager
-    def profiling(self) -> Iterator[None]:
-        """Around a step: where the parameters' work is not known yet, it is found out from what runs inside."""
+    def profiling(self, model: nn.Module) -> Iterator[None]:
+        """Around a step: where the parameters' work is not known yet, it is found out from what runs inside.
+
+        Args:
+            model: names the parameters. One that it does not hold keeps the name that its stage has for it.
+        """
         if not self.controller.needs_work:
             yield
             return
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        owners = [
+            [names.get(id(parameter), name) for name, parameter in stage.named_parameters()] for stage in self._stages
+        ]
         with ExitStack() as recording:
             profiles = [recording.enter_context(record_forward(stage)) for stage in self._stages]
             yield
-        works = [parameter_work(profile, self._rates_of) for profile in profiles]
+        works = [
+            replace(parameter_work(profile, self._rates_of), names=own)
+            for profile, own in zip(profiles, owners, strict=True)
+        ]
         if works[0].reentrant:
             # The first stage's input carries no gradient, so a frozen prefix would cut off the regions behind it too:
             # there all is live or nothing.
@@ -80,8 +92,27 @@ def as_tensors(masks: StepMasks) -> tuple[list[torch.Tensor], list[torch.Tensor]
     return live, forced
 
 
-def gradient_factors(masks: StepMasks, scale: float) -> list[list[float]]:
-    """What each gradient is multiplied by: ``scale``, divided by the chance of being live if that is asked for."""
+def gradient_factors(masks: StepMasks, scale: float, weights: Sequence[float]) -> list[list[float]]:
+    """What each parameter's accumulated gradient is multiplied by, one list a stage.
+
+    That is ``scale``; divided by the planned chance of being live if that is asked for; or, where gradients are means
+    over the live micro-batches, one over the weights of those.
+
+    Args:
+        masks: of the step.
+        scale: one over the sum of the weights.
+        weights: of the step's micro-batches in the accumulated gradients: shares of the samples, or counts.
+    """
+    if masks.averages_live:
+        return [_mean_factors(live[: len(weights)], scale, weights) for live in masks.live]
     if masks.live_probability is None:
         return [[scale] * stage.shape[1] for stage in masks.live]
     return [np.where(row > 0, scale / np.maximum(row, 1e-12), scale).tolist() for row in masks.live_probability]
+
+
+def _mean_factors(live: Bools, scale: float, weights: Sequence[float]) -> list[float]:
+    seen = np.asarray(weights) @ live
+    # Seen in all of them: as in a plain step, to the last bit. In none that counts: the gradient is zero, or not there.
+    plain = live.all(axis=0) | (seen <= 0)
+    factors: list[float] = np.where(plain, scale, 1.0 / np.where(plain, 1.0, seen)).tolist()
+    return factors

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 from timelyfreeze.cost import ActionCosts
-from timelyfreeze.planner import Plan
+from timelyfreeze.planner import Plan, PlanOptions
 
 
 class PlansInBackground(Protocol):
     """What makes plans: ``timelyfreeze.planner.BackgroundPlanner``, or something that asks another rank for them."""
 
-    def start(self, costs: ActionCosts) -> None:
-        """Begin to make a plan; one in the making is dropped."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a plan, or a better one, is in the making."""
+
+    def start(self, costs: ActionCosts, options: PlanOptions | None = None) -> None:
+        """Begin to make a plan; one in the making is dropped. Without ``options`` those of before hold."""
 
     def take(self) -> Plan | None:
-        """The plan, once; None while it is in the making. Raises what making it raised."""
+        """The newest plan that was not taken yet, if there is one. Raises what making it raised."""
 
     def cancel(self) -> None:
         """Give up the plan in the making, without waiting."""
@@ -25,41 +29,59 @@ class PlansInBackground(Protocol):
 
 
 class PendingPlan:
-    """At most one plan in the making, or made and waiting for its step.
+    """The best plan made so far for some bounds, while the planner may be looking for a better one.
 
     Args:
         planner: makes it.
 
     Attributes:
-        costs: what it is made for; None: none is asked for.
+        costs, options: what plans are made for; costs None: none is asked for.
     """
 
     def __init__(self, planner: PlansInBackground) -> None:
         self._planner = planner
         self._outcome: Plan | Exception | None = None
         self.costs: ActionCosts | None = None
+        self.options: PlanOptions | None = None
 
-    def start(self, costs: ActionCosts, plan: Plan | None = None) -> None:
-        """Ask for a plan; ``plan`` if it was made before a checkpoint."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a plan, or a better one, may still come."""
+        return self.costs is not None and self._planner.is_busy
+
+    def start(
+        self, costs: ActionCosts, options: PlanOptions, plan: Plan | None = None, *, improve: bool = True
+    ) -> None:
+        """Ask for plans.
+
+        Args:
+            plan: one that was made for these bounds before a checkpoint.
+            improve: with ``plan``, whether to look for a better one.
+        """
         self.drop()
-        self.costs, self._outcome = costs, plan
-        if plan is None:
-            self._planner.start(costs)
+        self.costs, self.options, self._outcome = costs, options, plan
+        if plan is None or improve:
+            self._planner.start(costs, options)
 
     def poll(self) -> Plan | Exception | None:
-        """The plan, or why there is none; None while it is in the making. May be asked again."""
-        if self.costs is not None and self._outcome is None:
-            try:
-                self._outcome = self._planner.take()
-            except Exception as error:  # whatever it is, training goes on and the report tells
-                self._outcome = error
+        """The best plan so far, or why there is none; None while the first is in the making. May be asked again."""
+        if self.costs is None or isinstance(self._outcome, Exception):
+            return self._outcome
+        try:
+            newest = self._planner.take()
+        except Exception as error:  # whatever it is, training goes on and the report tells
+            newest = None
+            self._outcome = self._outcome or error
+        best = self._outcome
+        if newest is not None and not (isinstance(best, Plan) and best.makespan_s <= newest.makespan_s):
+            self._outcome = newest
         return self._outcome
 
     def drop(self) -> None:
         """Forget it."""
         if self.costs is not None:
             self._planner.cancel()
-        self.costs = self._outcome = None
+        self.costs = self.options = self._outcome = None
 
     def close(self) -> None:
         """Forget it, and end what makes plans."""

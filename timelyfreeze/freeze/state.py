@@ -12,11 +12,11 @@ from timelyfreeze.freeze.config import FreezeConfig, check_fits
 from timelyfreeze.freeze.parameters import ParameterWork
 from timelyfreeze.freeze.phases import PhaseMachine, plan_id
 from timelyfreeze.freeze.samples import BoundSamples, RecentSteps
-from timelyfreeze.planner import Plan
+from timelyfreeze.planner import Plan, PlanOptions
 from timelyfreeze.schedule import Schedule
 
 _FORMAT = "timelyfreeze-freezing"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class LoadedState:
     signatures: tuple[str | None, str | None]
     freeze_ratio_sum: float
     costs: ActionCosts | None
+    options: PlanOptions | None
     pending: Plan | None
+    improving: bool
 
 
 def pack_state(
@@ -47,13 +49,16 @@ def pack_state(
     signatures: tuple[str | None, str | None],
     freeze_ratio_sum: float,
     costs: ActionCosts | None,
+    options: PlanOptions | None,
     pending: Plan | None,
+    improving: bool,
 ) -> dict[str, Any]:
     """Put together what the next steps depend on.
 
     Args:
         signatures: of the trainable parameters, now and when bounds were last measured.
-        costs, pending: the bounds that are being solved for, and their plan if it is there already.
+        costs, options, pending: what is being solved for, and the plan for it if it is there already.
+        improving: whether a plan, or a better one, is being looked for.
     """
     return {
         "format": _FORMAT,
@@ -68,7 +73,9 @@ def pack_state(
         "signatures": list(signatures),
         "freeze_ratio_sum": freeze_ratio_sum,
         "costs": None if costs is None else costs.to_json(),
+        "options": None if options is None else options.to_json(),
         "pending": None if pending is None else pending.to_json(),
+        "improving": improving,
     }
 
 
@@ -91,7 +98,9 @@ def unpack_state(state: Mapping[str, Any], schedule: Schedule, config: FreezeCon
             signatures=(state["signatures"][0], state["signatures"][1]),
             freeze_ratio_sum=float(state["freeze_ratio_sum"]),
             costs=None if state["costs"] is None else ActionCosts.from_json(state["costs"]),
+            options=None if state["options"] is None else PlanOptions.from_json(state["options"]),
             pending=None if state["pending"] is None else Plan.from_json(state["pending"]),
+            improving=bool(state["improving"]),
         )
         RecentSteps(schedule, config.replan_window_steps).load_json(loaded.recent)
     except KeyError as error:

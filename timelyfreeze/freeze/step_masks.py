@@ -10,8 +10,9 @@ import numpy as np
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.freeze.config import FreezeConfig
-from timelyfreeze.freeze.masks import Bools, Floats, MaskDrawer
-from timelyfreeze.freeze.parameters import ParameterWork
+from timelyfreeze.freeze.groups import stage_groups
+from timelyfreeze.freeze.masks import MaskDrawer
+from timelyfreeze.freeze.parameters import Bools, Floats, ParameterWork
 from timelyfreeze.freeze.phases import PhaseMachine
 from timelyfreeze.freeze.targets import PlanTargets, Ramp, Targets
 from timelyfreeze.planner import Plan
@@ -31,6 +32,7 @@ class StepMasks:
         freeze_ratio: the share of all trainable work that these masks leave out.
         live_probability: with ``rescale``, the planned probability of each parameter to be live, one float64 array
             ``[num_parameters]`` a stage; 0 where the plan never trains it. None without ``rescale``.
+        averages_live: whether a gradient is the mean over the micro-batches for which its parameter was live.
     """
 
     live: list[Bools]
@@ -39,6 +41,7 @@ class StepMasks:
     phase: str
     freeze_ratio: float
     live_probability: list[Floats] | None = None
+    averages_live: bool = False
 
 
 class StepDrawer:
@@ -106,6 +109,7 @@ class StepDrawer:
             live_probability=[np.where(flags, probability, 0.0) for flags in self.trainable]
             if self._config.rescale
             else None,
+            averages_live=self._config.averages_live,
         )
 
     def planned(self, step: int, machine: PhaseMachine) -> StepMasks:
@@ -125,6 +129,7 @@ class StepDrawer:
             phase=machine.phase,
             freeze_ratio=self._overall_ratio(drawer.frozen_ratios(live)),
             live_probability=self._live_probability(machine, share) if self._config.rescale else None,
+            averages_live=self._config.averages_live,
         )
 
     def _targets(self, step: int, machine: PhaseMachine, share: float) -> Targets:
@@ -160,6 +165,8 @@ class StepDrawer:
                 self._schedule.num_microbatches,
                 seed=self._seed,
                 policy=self._config.policy,
+                even=self._config.averages_live,
+                groups=[stage_groups(self._config.options, stage, work) for stage, work in enumerate(self.work)],
             )
 
         made: MaskDrawer = self._cached("drawer", make)

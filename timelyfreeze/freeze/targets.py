@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from timelyfreeze.freeze.masks import FULL, Bools, Floats, mixing
+from timelyfreeze.freeze.even_masks import FULL
+from timelyfreeze.freeze.masks import mixing
+from timelyfreeze.freeze.parameters import Bools, Floats
 from timelyfreeze.freeze.points import RAMP, PointSequence
 from timelyfreeze.planner import Plan
 from timelyfreeze.schedule import Schedule
@@ -38,7 +40,8 @@ class PlanTargets:
         for action, ratio in plan.ratios.items():
             self.ratios[action.stage, action.microbatch] = 1.0 if ratio >= FULL else ratio
         self.cuts[:] = plan.cuts
-        self.mixes = mixing(self.ratios, trains, plan.max_ratio)
+        caps = np.array(plan.options.caps(schedule.num_stages, schedule.num_microbatches))
+        self.mixes = mixing(self.ratios, trains, caps)
 
     @property
     def targets(self) -> Targets:

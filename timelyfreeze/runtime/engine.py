@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,10 +32,17 @@ class StepTimes:
     The dictionaries are made when they are asked for: with many tiny actions, hashing them all would show.
     """
 
-    def __init__(self, actions: Sequence[Action], starts_s: Sequence[float], ends_s: Sequence[float]) -> None:
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        starts_s: Sequence[float],
+        ends_s: Sequence[float],
+        skipped: Sequence[int] = (),
+    ) -> None:
         self._actions = actions
         self._starts_s = starts_s
         self._ends_s = ends_s
+        self._skipped = skipped
 
     @property
     def start_s(self) -> dict[Action, float]:
@@ -48,6 +56,11 @@ class StepTimes:
     def durations_s(self) -> dict[Action, float]:
         pairs = zip(self._starts_s, self._ends_s, strict=True)
         return dict(zip(self._actions, (end - start for start, end in pairs), strict=True))
+
+    @property
+    def skipped(self) -> frozenset[Action]:
+        """Backwards that did not run, since forward had recorded no graph: they lie below their micro-batch's cut."""
+        return frozenset(self._actions[index] for index in self._skipped)
 
     @property
     def step_time_s(self) -> float:
@@ -84,7 +97,8 @@ class Engine:
         stages: the stage modules, in order.
         schedule: what the ranks do in a training step.
         devices: one a rank.
-        loss_fn: ``(output, target)`` -> loss, or None where the last stage takes the target itself.
+        loss_fn: ``(output, target)`` -> loss, or None where the last stage takes the target itself. Parameters of a
+            module train with the last stage, in every micro-batch.
     """
 
     def __init__(
@@ -101,12 +115,14 @@ class Engine:
         self._programs: dict[tuple[bool, int], _Compiled] = {}
         self._mean_action_s = float("inf")
         self.ties = TiedParameters(self.stages, [self.devices[rank] for rank in schedule.stage_to_rank])
+        self._loss_parameters = _own_parameters(loss_fn, self.stages)
         last = len(self.stages) - 1
         compiled_stages = []
         for index, stage in enumerate(self.stages):
             takes_target = index == last and loss_fn is None
             entry = stage if index == 0 else stage_entry(stage, takes_target=takes_target)
-            compiled_stages.append(_C.Stage(entry, encode, self.ties.stage_parameters[index]))
+            parameters = self.ties.stage_parameters[index] + (self._loss_parameters if index == last else [])
+            compiled_stages.append(_C.Stage(entry, encode, parameters))
         self._pipeline = _C.Pipeline(compiled_stages, schedule.stage_to_rank, [str(device) for device in self.devices])
         follow_action_generator()
         if any(device.type == "cpu" for device in self.devices):
@@ -135,7 +151,8 @@ class Engine:
             now = list(stage.parameters())
             if len(now) != len(used) or any(with_owners.get(id(u), u) is not n for u, n in zip(used, now, strict=True)):
                 return False
-        return True
+        own = _own_parameters(self._loss_fn, self.stages)
+        return len(own) == len(self._loss_parameters) and all(map(operator.is_, own, self._loss_parameters))
 
     def run(
         self,
@@ -177,12 +194,14 @@ class Engine:
             num_samples = sum(m.num_samples for m in microbatches)
             request.weights = [m.num_samples / num_samples for m in microbatches]
         if masks is not None:
-            request.live, request.needs_input_grad = masks
+            live, request.needs_input_grad = masks
+            always = live[-1].new_ones(len(live[-1]), len(self._loss_parameters))
+            request.live = [*live[:-1], torch.cat([live[-1], always], dim=1)]
         with self.ties.installed():
             report = self._pipeline.run(request)
         if report.error is not None:
             self._raise(report, compiled, step)
-        times = StepTimes(compiled.actions, report.start_s, report.end_s)
+        times = StepTimes(compiled.actions, report.start_s, report.end_s, report.skipped)
         if train and all(device.type == "cpu" for device in self.devices):
             self._mean_action_s = times.mean_action_s
         return EngineStep(report, times, microbatches)
@@ -195,13 +214,15 @@ class Engine:
             for used in self.ties.stage_parameters
         ]
 
-    def uniform_factors(self, factor: float) -> list[list[float]]:
-        """The same factor for every parameter of every stage."""
-        return [[factor] * len(used) for used in self.ties.stage_parameters]
+    def commit(self, scale: float, factors: list[list[float]] | None = None) -> None:
+        """Add the step's gradients to the parameters' ``.grad``.
 
-    def commit(self, factors: list[list[float]]) -> None:
-        """Add the step's gradients, each times its factor, to the parameters' ``.grad``."""
-        self._pipeline.commit(factors)
+        Args:
+            scale: multiplies every gradient for which there is no factor of its own.
+            factors: one list a stage, in the order of its parameters.
+        """
+        factors = factors or [[scale] * len(used) for used in self.ties.stage_parameters]
+        self._pipeline.commit([*factors[:-1], factors[-1] + [scale] * len(self._loss_parameters)])
         self.ties.merge_gradients()
 
     def abort(self) -> None:
@@ -238,6 +259,15 @@ class Engine:
             action=str(action),
             step=step,
         ) from error
+
+
+def _own_parameters(loss_fn: Callable[..., Any] | None, stages: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of a loss that no stage has."""
+    if not isinstance(loss_fn, nn.Module):
+        return []
+    parameters = list(loss_fn.parameters())
+    known = {id(parameter) for stage in stages for parameter in stage.parameters()} if parameters else set()
+    return [parameter for parameter in parameters if id(parameter) not in known]
 
 
 def _compile(schedule: Schedule, *, forward_only: bool, num_microbatches: int) -> _Compiled:

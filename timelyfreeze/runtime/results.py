@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,21 +11,37 @@ from timelyfreeze.runtime.engine import EngineStep
 from timelyfreeze.runtime.values import encode, encode_call
 
 
-def mean_loss(done: EngineStep) -> tuple[torch.Tensor, float]:
-    """The step's mean loss, and by what the accumulated gradients are still to be divided."""
+class StepLoss(NamedTuple):
+    """The loss of a step.
+
+    Attributes:
+        mean: over all its samples, 0-dimensional.
+        divisor: by what the accumulated gradients are still to be divided.
+        weights: of the micro-batches within ``divisor``: gradients of some of them alone are divided by their sum.
+    """
+
+    mean: torch.Tensor
+    divisor: float
+    weights: list[float]
+
+
+def step_loss(done: EngineStep) -> StepLoss:
+    """From the micro-batches' losses to the step's; ValueError where a (sum, count) loss counts nothing."""
     losses, counts = done.report.losses, done.report.counts
     with torch.no_grad():
         if counts[0] is None:
-            weights = torch.tensor([m.num_samples for m in done.microbatches], dtype=torch.float64)
-            weights = (weights / weights.sum()).to(losses[0])
-            return torch.cat([loss.reshape(1) for loss in losses]).mul_(weights).sum(), 1.0
-        count = float(sum(float(c) for c in counts))
+            shares = torch.tensor([m.num_samples for m in done.microbatches], dtype=torch.float64)
+            shares /= shares.sum()
+            mean = torch.cat([loss.reshape(1) for loss in losses]).mul_(shares.to(losses[0])).sum()
+            return StepLoss(mean, 1.0, shares.tolist())
+        weights = [float(c) for c in counts]
+        count = sum(weights)
         if count <= 0:
             raise ValueError(
                 problem("the step's (sum, count) loss", expected="a count above 0", got=count, hint="Skip the batch.")
             )
         total = torch.stack([loss.reshape(()) for loss in losses]).sum()
-        return total / count, count
+        return StepLoss(total / count, count, weights)
 
 
 def send_input_gradients(done: EngineStep, scale: float) -> None:
