@@ -66,17 +66,22 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+def find_plan() -> Plan:
+    """Train until there is a plan: about 20 steps."""
+    training = Training(plan=None)
+    for step in range(200):
+        training.run(step, step + 1)
+        if training.pipe.plan is not None:
+            training.pipe.close()
+            print(f"a plan was found in step {step}: {1e3 * training.pipe.plan.makespan_s:.2f} ms a step")
+            return training.pipe.plan
+    raise RuntimeError(f"no plan: {training.pipe.report()['failure']}")
+
+
 def main() -> None:
     """Find a plan, train 20 steps at one go, and again with a stop in the middle."""
     torch.set_num_threads(1)
-    first = Training(plan=None)
-    step = 0
-    while first.pipe.plan is None:
-        first.run(step, step + 1)
-        step += 1
-    plan = first.pipe.plan
-    print(f"a plan was found in step {step}: {1e3 * plan.makespan_s:.2f} ms a step")
-    first.pipe.close()
+    plan = find_plan()
 
     whole = Training(plan)
     expected = whole.run(0, 20)

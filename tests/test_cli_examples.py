@@ -33,6 +33,13 @@ def test_resume_goes_on_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     assert "20 losses" in capsys.readouterr().out
 
 
+def test_same_gradients_learn_as_much(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, larger = load("same_gradients.py")["main"]()
+    assert max(plain, larger) < 0.8 * 0.34  # the variance of what is to be learned
+    assert larger == pytest.approx(plain, rel=0.1)
+    assert "of which every parameter trains on 4" in capsys.readouterr().out
+
+
 def test_every_example_is_run_here() -> None:
     here = Path(__file__).read_text()
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in here] == []

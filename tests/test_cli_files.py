@@ -25,6 +25,7 @@ def checkpoint(step: int) -> Checkpoint:
         done=[("plain", 9), ("timelyfreeze", step)],
         elapsed_s=1.5 * step,
         split=[3],
+        chosen={"cut": 6},
         model={"weight": weights},
         optimizer={"state": {0: {"step": torch.tensor(step), "exp_avg": weights.clone()}}, "param_groups": []},
         freeze={"step": step},
@@ -37,6 +38,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     loaded = Checkpoint.load(path)
     assert loaded.done == [("plain", 9), ("timelyfreeze", 4)]
     assert (loaded.elapsed_s, loaded.split, loaded.freeze) == (6.0, [3], {"step": 4})
+    assert loaded.chosen == {"cut": 6}
     assert torch.equal(loaded.model["weight"], checkpoint(4).model["weight"])
     assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], checkpoint(4).model["weight"])
 
@@ -139,8 +141,8 @@ class _Evil:
     [
         ({"weights": 1}, "its entries are not a checkpoint's"),
         ([1, 2], "its entries are not a checkpoint's"),
-        ({"format": 2, **dict.fromkeys(Checkpoint.__dataclass_fields__, 1)}, "format 2, this version reads 1"),
-        ({"format": 1, **dict.fromkeys(Checkpoint.__dataclass_fields__, 1)}, "wrong types"),
+        ({"format": 1, **dict.fromkeys(Checkpoint.__dataclass_fields__, 1)}, "format 1, this version reads 2"),
+        ({"format": 2, **dict.fromkeys(Checkpoint.__dataclass_fields__, 1)}, "wrong types"),
         (_Evil(), "cannot resume"),
     ],
 )

@@ -104,6 +104,65 @@ def test_a_plain_run_that_was_disturbed_is_not_passed_off_as_a_speedup(predicted
         assert f"plain took {said} against" in text
 
 
+def said(runs: list[RunSummary], live_microbatches: int | None = None) -> str:
+    return " ".join(render(runs, 7, live_microbatches).split("\n\n")[1].split("\n"))
+
+
+def ended(run: str, loss: float, *, num_microbatches: int = 8) -> RunSummary:
+    """A run whose loss falls from 5 to ``loss`` in 8 s."""
+    made = rows(run, 1.0, losses=(5.0, (5.0 + loss) / 2, loss))
+    return summarize_run(made, {1, 2}, num_microbatches=num_microbatches, tokens_per_step=400)
+
+
+@pytest.mark.parametrize(
+    ("plain", "frozen", "fewer", "expected"),
+    [
+        (2.0, 1.9, 1.95, "timelyfreeze 1.900; plain, M = 2 1.950; plain 2.000: here freezing pays."),
+        (2.0, 1.9, 1.8, "plain, M = 2 1.800; timelyfreeze 1.900; plain 2.000: here a smaller batch pays more than fr"),
+        (1.8, 1.9, 1.95, "plain 1.800; timelyfreeze 1.900; plain, M = 2 1.950: here freezing does not pay."),
+        (1.8, 1.9, 1.85, "plain 1.800; plain, M = 2 1.850; timelyfreeze 1.900: here freezing does not pay."),
+        (2.0, 1.9, 1.89, "timelyfreeze and plain, M = 2 are within 0.02, which another seed may turn round."),
+        (1.91, 1.9, None, "timelyfreeze and plain are within 0.02, which another seed may turn round."),
+        (2.0, 1.9, None, "timelyfreeze 1.900; plain 2.000: here freezing pays."),
+    ],
+)
+def test_one_sentence_says_whether_freezing_paid(
+    plain: float, frozen: float, fewer: float | None, expected: str
+) -> None:
+    runs = [ended("plain", plain), ended("timelyfreeze", frozen)]
+    runs += [ended("fewer", fewer, num_microbatches=2)] if fewer is not None else []
+    assert said(runs).startswith("After equal training time (8 s), best loss first: ")
+    assert expected in said(runs)
+
+
+def test_the_sentence_looks_where_the_fastest_run_ended() -> None:
+    # After 2 s: plain is on its way from 5 to 3 (4 s), frozen at its 3.2 (2 s), the smaller batch at its end, 3.0.
+    assert "(2 s), best loss first: plain, M = 2 3.000; timelyfreeze 3.200; plain 4.000" in said(three_runs())
+
+
+def test_modes_are_set_side_by_side() -> None:
+    runs = [ended("plain", 2.0), ended("timelyfreeze", 1.9), ended("lp", 1.8), ended("fewer", 1.7, num_microbatches=6)]
+    lines = render(runs, 7).splitlines()
+    assert [line[:12].strip() for line in lines[3:7]] == ["plain", "timelyfreeze", "mode lp", "plain, M = 6"]
+    assert "plain, M = 6 1.700; mode lp 1.800; timelyfreeze 1.900; plain 2.000: here a smaller batch" in said(runs)
+    assert "mode lp 1.800; timelyfreeze 1.900; plain 2.000: here freezing pays." in said(runs[:3])
+
+
+def test_with_the_same_gradients_the_speedup_is_set_beside_the_planned_one() -> None:
+    frozen = rows("timelyfreeze", 0.5, losses=(5.0, 3.2, 2.4))
+    steady = steady_steps(frozen)
+    runs = [
+        summarize_run(rows("plain", 0.6), steady, num_microbatches=4, tokens_per_step=4, predicted_s=0.52),
+        summarize_run(frozen, steady, num_microbatches=6, tokens_per_step=6),
+    ]
+    text = said(runs, live_microbatches=4)
+    assert text == (
+        "timelyfreeze, M = 6: every parameter gets 4 micro-batches' gradients a step, as in plain; the pipeline's step "
+        "is 1.20x as fast, 1.30x planned; loss after 8 steps 2.400, plain 2.000."
+    )
+    assert render(runs, 7, 4).splitlines()[4].startswith("timelyfreeze, M = 6")
+
+
 def test_a_run_alone_is_compared_with_nothing() -> None:
     text = render(three_runs()[1:2], 7)
     assert "timelyfreeze  500      -    800  450 400 -11.1%   2.400  3.0" in text
@@ -117,6 +176,7 @@ def test_a_run_without_steady_steps_says_so() -> None:
     text = render(runs, len(steady))
     assert "plain           -      -      -    -         -   2.000   3.000  3.0" in text
     assert "Give it more --steps" in text
+    assert "best loss first" not in text
 
 
 def test_small_times_keep_their_digits() -> None:

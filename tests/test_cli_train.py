@@ -16,48 +16,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli_job import MICROBATCHES, PLANNED_STEPS, STEPS, TINY, rows, run, save_plan, write_text
 from timelyfreeze.cli import metrics
 from timelyfreeze.cli.checkpoint import Checkpoint
-from timelyfreeze.cli.main import main
-from timelyfreeze.cost import ActionCosts
-from timelyfreeze.planner import make_plan
-from timelyfreeze.schedule import Kind, Schedule, create_schedule
-
-MICROBATCHES = 4
-STEPS = 6
-TINY = (
-    *("--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--microbatch-size", "1"),
-    *("--microbatches", str(MICROBATCHES), "--max-ratio", "0.5", "--validation-sequences", "8", "--seed", "3"),
-    *("--learning-rate", "0.01", "--learning-rate-warmup", "2", "--evaluate-every", "2", "--device", "cpu"),
-)
+from timelyfreeze.cli.measured import read_measured
+from timelyfreeze.planner import Plan, planned_durations
+from timelyfreeze.schedule import Schedule, create_schedule
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("text")
-    for index in range(40):
-        (root / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog " * (index + 1))
-    return root
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fixed plan: backward takes twice a forward, and half of it when frozen."""
-    schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=MICROBATCHES)
-    upper_s = {a: 2.0 if a.kind is Kind.B else 1.0 for a in schedule.actions}
-    lower_s = {a: 1.0 if a.stage else 0.0 for a in schedule.actions if a.kind is Kind.B}
-    path = tmp_path_factory.mktemp("plan") / "plan.json"
-    make_plan(schedule, ActionCosts(upper_s, lower_s), max_ratio=0.5).save(path)
-    return path
-
-
-def run(*arguments: object, steps: int | None = STEPS) -> int:
-    length = () if steps is None else ("--steps", str(steps))
-    return main(["train", *map(str, arguments), *length])
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return save_plan(tmp_path_factory.mktemp("plan") / "plan.json")
 
 
 def losses(folder: Path) -> dict[tuple[str, int], Any]:
@@ -83,13 +57,13 @@ def whole(text: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_run_leaves_its_files_and_prints_its_table(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps, folder = 40, tmp_path / "deep" / "run"
+    steps, folder = PLANNED_STEPS, tmp_path / "deep" / "run"
     assert run(*TINY, "--text", text, "--out", folder, steps=steps) == 0
     assert {p.name for p in folder.iterdir()} == {
-        *("config.json", "metrics.jsonl", "plan.json", "table.txt", "checkpoint.pt")
+        *("config.json", "metrics.jsonl", "plan.json", "measured.json", "table.txt", "checkpoint.pt", ".lock")
     }
     table = (folder / "table.txt").read_text()
-    assert capsys.readouterr().out.endswith(table + "\n")
+    assert capsys.readouterr().out.endswith(f"{table}\nTimelines of these runs: timelyfreeze show {folder}\n")
     for line, name in zip(table.splitlines()[3:6], ("plain ", "timelyfreeze ", "plain, M = 2 "), strict=True):
         assert line.startswith(name)
     assert "No times" not in table
@@ -119,6 +93,29 @@ def test_no_compare_runs_freezing_alone(text: Path, tmp_path: Path, capsys: pyte
     assert run(*TINY, "--text", text, "--no-compare", "--out", tmp_path, steps=2) == 0
     assert {row["run"] for row in rows(tmp_path)} == {"timelyfreeze"}
     assert "plain" not in capsys.readouterr().out
+    assert [run.name for run in read_measured(tmp_path / "measured.json")] == ["timelyfreeze"]
+
+
+def test_without_a_folder_no_page_is_offered(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TINY, "--text", text, "--no-compare", steps=2) == 0
+    assert "timelyfreeze show" not in capsys.readouterr().out
+
+
+def test_of_every_run_the_median_step_is_kept_to_be_looked_at(whole: Path, plan: Path) -> None:
+    runs = read_measured(whole / "measured.json")
+    assert [run.name for run in runs] == ["plain", "timelyfreeze", "fewer"]
+    assert [run.schedule.num_microbatches for run in runs] == [MICROBATCHES, MICROBATCHES, MICROBATCHES // 2]
+    fixed = Plan.load(plan)
+    planned = planned_durations(fixed.schedule, fixed.costs, fixed.ratios)
+    assert planned.skipped, "the plan cuts nothing"
+    for kept in runs:
+        own = [row for row in rows(whole) if row["run"] == kept.name and row["step"]]
+        own = [row for row in own if row["phase"] == own[-2]["phase"] and row["saved_bytes"] is None]
+        times_s = sorted(row["pipeline_time_s"] for row in own)
+        assert max(kept.end_s.values()) == times_s[(len(times_s) - 1) // 2]
+        assert own[-1]["phase"] == kept.phase
+        assert any(row["step"] == kept.step and row["pipeline_time_s"] == max(kept.end_s.values()) for row in own)
+    assert (runs[0].phase, runs[0].ratios, runs[0].skipped) == ("steady", {}, frozenset())
 
 
 def test_the_split_is_balanced_once_and_kept(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +203,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     for name in ("plain", "timelyfreeze", "fewer"):
         own = [row for row in rows(folder) if row["run"] == name]
         assert own[-1]["elapsed_s"] == pytest.approx(sum(row["step_time_s"] or 0.0 for row in own))
+    assert [kept.name for kept in read_measured(folder / "measured.json")] == ["plain", "timelyfreeze", "fewer"]
     there, here = (Checkpoint.load(path / "checkpoint.pt") for path in (whole, folder))
     assert all(torch.equal(there.model[name], here.model[name]) for name in there.model)
 
@@ -228,13 +226,12 @@ def test_a_plan_that_training_finds_is_kept_when_it_goes_on(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        when(patch, ("timelyfreeze", 35), lambda: os.kill(os.getpid(), signal.SIGINT))
-        assert run(*TINY, "--text", text, "--out", tmp_path, "--no-compare", steps=45) == 130
+        when(patch, ("timelyfreeze", PLANNED_STEPS), lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*TINY, "--text", text, "--out", tmp_path, "--no-compare", steps=PLANNED_STEPS + 10) == 130
     found = (tmp_path / "plan.json").read_bytes()
     assert run("--resume", tmp_path, steps=None) == 0
     assert (tmp_path / "plan.json").read_bytes() == found
-    phases = [row["phase"] for row in rows(tmp_path)[30:]]
-    assert set(phases[5:]) == {"steady"}, "it measured again"
+    assert {row["phase"] for row in rows(tmp_path)[PLANNED_STEPS:]} == {"steady"}, "it measured again"
 
 
 def test_a_finished_run_prints_its_table_again(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +241,8 @@ def test_a_finished_run_prints_its_table_again(whole: Path, tmp_path: Path, caps
     (folder / "table.txt").unlink()
     assert run("--resume", folder, steps=None) == 0
     assert (folder / "table.txt").read_text() == table
-    assert capsys.readouterr().out.endswith(table + "\n")
+    assert table in capsys.readouterr().out
+    assert read_measured(folder / "measured.json") == read_measured(whole / "measured.json")
     assert losses(folder) == losses(whole)
 
 
@@ -304,6 +302,10 @@ def test_a_plan_for_another_schedule_is_refused_at_once(
     assert "micro" in capsys.readouterr().err
     assert run(*arguments, "--max-ratio", 0.25) == 2
     assert "--max-ratio and the plan disagree: expected 0.5" in capsys.readouterr().err
+    assert run(*arguments, "--mode", "lp") == 2
+    assert "--mode and the plan disagree: expected cut, as the plan has it, got lp" in capsys.readouterr().err
+    assert run(*arguments, "--stage-max-ratio", "0=0.1") == 2
+    assert "--stage-max-ratio and the plan disagree: expected default" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -320,6 +322,8 @@ def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
     [
         (None, ("--width", "32"), "--width: 16 there, 32 here"),
         (None, ("--plan", "other.json"), "--plan: "),
+        (None, ("--steps", "0"), "--steps: 6 there, 0 here"),
+        (None, ("--live-microbatches", "3"), "--live-microbatches: None there, 3 here"),
         (None, ("--no-compare", "--steps", "7"), "--steps: 6 there, 7 here; --no-compare: True there, False here"),
         (None, ("--out", "elsewhere"), "--out and --resume name different folders"),
         (None, ("--text", "SHORTER"), "the text is not the one that the run was trained on"),
@@ -332,6 +336,7 @@ def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
         (damage("config.json", lambda b: b.replace(b'"seed": 3', b'"seed": 4')), (), "--seed: 3 there, 4 here"),
         (damage("config.json", lambda _: b"[]"), (), "the options of the run to resume are damaged"),
         (damage("plan.json", lambda b: b[: len(b) // 2]), (), "plan.json"),
+        (damage("measured.json", lambda b: b[: len(b) // 2]), (), "the measured steps cannot be read"),
     ],
 )
 def test_a_run_that_cannot_go_on_as_it_was_is_refused(
@@ -375,7 +380,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(
 def test_a_folder_that_cannot_be_made_is_named(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert run(*TINY, "--text", text, "--out", tmp_path / "file" / "run") == 2
-    assert "--out cannot be written" in capsys.readouterr().err
+    assert "the folder cannot be written" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_said_and_the_old_checkpoint_stays(

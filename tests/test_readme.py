@@ -39,7 +39,7 @@ def test_the_first_snippet_trains():
 def test_planning_needs_no_torch():
     script = "import sys\nsys.modules['torch'] = None\n" + SNIPPETS[1]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "638 ms -> 425 ms\n", done.stderr
+    assert done.stdout == "638 ms -> 390 ms\n", done.stderr
 
 
 def test_the_commands_exist():

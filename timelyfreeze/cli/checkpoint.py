@@ -15,7 +15,7 @@ from timelyfreeze.cli.errors import CommandError
 from timelyfreeze.errors import problem
 from timelyfreeze.files import open_atomically
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Checkpoint:
         elapsed_s: training seconds of that run.
         split: children of the model in each stage, as they were balanced at the start, so that a resumed run splits
             alike; empty before the first step.
+        chosen: with ``--live-microbatches``, the number of micro-batches that was chosen for every mode; else empty.
         model, optimizer, freeze: state dicts.
     """
 
@@ -37,6 +38,7 @@ class Checkpoint:
     done: list[tuple[str, int]]
     elapsed_s: float
     split: list[int]
+    chosen: dict[str, int]
     model: dict[str, Any]
     optimizer: dict[str, Any]
     freeze: dict[str, Any]
@@ -82,7 +84,9 @@ class Checkpoint:
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']!r}, this version reads {_FORMAT}")
         checkpoint = cls(**{name: data[name] for name in names})
-        if not checkpoint.done or not all(isinstance(value, dict) for value in (checkpoint.config, checkpoint.model)):
+        if not checkpoint.done or not all(
+            isinstance(getattr(checkpoint, name), dict) for name in ("config", "model", "chosen")
+        ):
             raise ValueError("its entries have the wrong types")
         return checkpoint
 

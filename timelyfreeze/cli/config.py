@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from fractions import Fraction
+from statistics import mean
 from typing import Any
 
 from timelyfreeze.errors import problem, raise_all
+from timelyfreeze.planner import MODES, fewer_microbatches
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-MODES = ("lp",)
+
+StageRatios = tuple[tuple[int, float], ...]
 
 # Options that resuming may change, because they change neither the numbers of a run nor what its files mean. Text may
 # have moved: its fingerprint is compared instead.
@@ -90,13 +92,18 @@ class TrainConfig:
     learning_rate: float = 7e-4
     learning_rate_warmup: int = 20
     weight_decay: float = 0.1
-    mode: str = "lp"
-    max_ratio: float = 0.8
+    mode: str = MODES[0]
+    max_ratio: float = 0.3
+    stage_max_ratio: StageRatios = ()
+    min_live_ratio: float = 0.25
+    target_ms: float | None = None
+    live_microbatches: int | None = None
     plan: str | None = None
     seed: int = 0
     dtype: str = "float32"
     device: str = "auto"
     compare: bool = True
+    compare_modes: bool = False
     evaluate_every: int = 0
     validation_sequences: int = 64
     checkpoint_every: int = 0
@@ -121,8 +128,8 @@ class TrainConfig:
             found.append(problem("--learning-rate is out of range", expected="above 0", got=self.learning_rate))
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             found.append(problem("--weight-decay is out of range", expected="at least 0", got=self.weight_decay))
-        if not 0 <= self.max_ratio <= 1:
-            found.append(problem("--max-ratio is out of range", expected="a share in [0, 1]", got=self.max_ratio))
+        found += self._freezing_problems()
+        found += self._conflicts()
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("mode", MODES)):
             if getattr(self, name) not in allowed:
                 found.append(
@@ -142,6 +149,48 @@ class TrainConfig:
                 )
             )
         return found
+
+    def _freezing_problems(self) -> list[str]:
+        shares = [("--max-ratio", self.max_ratio), ("--min-live-ratio", self.min_live_ratio)]
+        shares += [(f"--stage-max-ratio of stage {stage}", ratio) for stage, ratio in self.stage_max_ratio]
+        found = [
+            problem(f"{name} is out of range", expected="a share in [0, 1]", got=share)
+            for name, share in shares
+            if not 0 <= share <= 1
+        ]
+        stages = [stage for stage, _ in self.stage_max_ratio]
+        if stages and not (min(stages) >= 0 and max(stages) < self.stages):
+            found.append(
+                problem("--stage-max-ratio names no stage", expected=f"0 to {self.stages - 1}", got=f"{stages}"[1:-1])
+            )
+        if len(set(stages)) < len(stages):
+            found.append(problem("--stage-max-ratio names a stage twice", got=shown(self.stage_max_ratio)))
+        if self.target_ms is not None and not (math.isfinite(self.target_ms) and self.target_ms > 0):
+            found.append(problem("--target-ms is out of range", expected="above 0", got=self.target_ms))
+        if self.live_microbatches is not None and self.live_microbatches < 1:
+            found.append(
+                problem("--live-microbatches is out of range", expected="at least 1", got=self.live_microbatches)
+            )
+        return found
+
+    def _conflicts(self) -> list[str]:
+        """Options that say two things about one matter."""
+        live, given = self.live_microbatches is not None, self.plan is not None
+        pairs = [
+            (live and self.microbatches != self.live_microbatches, "--live-microbatches", "--microbatches"),
+            (live and bool(self.stage_max_ratio), "--live-microbatches", "--stage-max-ratio"),
+            (live and self.target_ms is not None, "--live-microbatches", "--target-ms"),
+            (live and given, "--live-microbatches", "--plan"),
+            (live and self.has_schedule_file, "--live-microbatches", "a schedule from a file"),
+            (given and self.target_ms is not None, "--plan", "--target-ms"),
+            (given and self.compare_modes, "--plan", "--compare-modes"),
+            (self.compare_modes and not self.compare, "--compare-modes", "--no-compare"),
+        ]
+        return [
+            problem(f"{one} and {other} exclude each other", hint="Leave one of them out.")
+            for conflict, one, other in pairs
+            if conflict
+        ]
 
     @property
     def model(self) -> ModelConfig:
@@ -170,12 +219,14 @@ class TrainConfig:
 
     @property
     def num_fewer_microbatches(self) -> int:
-        """Micro-batches of the "fewer" run: those that see as many gradients a parameter, ceil(M (1 - cap)).
+        """Micro-batches of a plain step that sees as many gradients a parameter, on average over the stages."""
+        caps = dict.fromkeys(range(self.stages), self.max_ratio) | dict(self.stage_max_ratio)
+        return fewer_microbatches(self.microbatches, mean(caps.values()))
 
-        >>> TrainConfig(microbatches=10, max_ratio=0.7).num_fewer_microbatches  # 10 * (1 - 0.7) is above 3 in floats
-        3
-        """
-        return max(1, math.ceil(self.microbatches * (1 - Fraction(str(self.max_ratio)))))
+    @property
+    def other_mode(self) -> str:
+        """The mode that ``compare_modes`` sets beside ``mode``."""
+        return next(mode for mode in MODES if mode != self.mode)
 
     def learning_rate_at(self, step: int) -> float:
         """The rate of a step counted from 1: a linear warm-up, then constant."""
@@ -183,7 +234,8 @@ class TrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; ``from_json`` reads it."""
-        return {**asdict(self), "text": list(self.text)}
+        pairs = [list(pair) for pair in self.stage_max_ratio]
+        return {**asdict(self), "text": list(self.text), "stage_max_ratio": pairs}
 
     @classmethod
     def from_json(cls, data: object) -> TrainConfig:
@@ -203,14 +255,15 @@ class TrainConfig:
             if name in known and not _fits(value, name, known[name])
         ]
         raise_all(ValueError, sorted(found))
-        return cls(**{**data, "text": tuple(data["text"])})
+        pairs = tuple((stage, float(ratio)) for stage, ratio in data["stage_max_ratio"])
+        return cls(**{**data, "text": tuple(data["text"]), "stage_max_ratio": pairs})
 
-    def differences(self, other: TrainConfig) -> list[str]:
-        """Options that differ and may not when a run is resumed, as ``--width: 256 there, 128 here``."""
+    def differences(self, values: Mapping[str, object]) -> list[str]:
+        """Options that differ from ``values`` and may not on resuming, as ``--width: 256 there, 128 here``."""
         return [
-            f"{option(f.name)}: {shown(getattr(self, f.name))} there, {shown(getattr(other, f.name))} here"
+            f"{option(f.name)}: {shown(getattr(self, f.name))} there, {shown(values[f.name])} here"
             for f in fields(self)
-            if f.name not in FREE_TO_CHANGE and getattr(self, f.name) != getattr(other, f.name)
+            if f.name in values and f.name not in FREE_TO_CHANGE and getattr(self, f.name) != values[f.name]
         ]
 
 
@@ -220,15 +273,32 @@ def option(name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a person would type it."""
-    return " ".join(map(str, value)) or "default" if isinstance(value, tuple) else str(value)
+    """A value as a person would type it.
+
+    >>> shown(((0, 0.2), (3, 0.5))), shown(("a.txt", "b.txt"))
+    ('0=0.2,3=0.5', 'a.txt b.txt')
+    """
+    if not isinstance(value, tuple):
+        return str(value)
+    if value and isinstance(value[0], tuple):
+        return ",".join(f"{stage}={ratio}" for stage, ratio in value)
+    return " ".join(map(str, value)) or "default"
 
 
 def _fits(value: object, name: str, default: object) -> bool:
     if name == "text":
         return isinstance(value, list) and all(isinstance(path, str) for path in value)
-    if name == "plan":
-        return value is None or isinstance(value, str)
-    if isinstance(default, float):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return type(value) is type(default)
+    if name == "stage_max_ratio":
+        return isinstance(value, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and _is_number(pair[1]) for pair in value
+        )
+    if name in _OPTIONAL:
+        return value is None or (_is_number(value) if _OPTIONAL[name] is float else type(value) is _OPTIONAL[name])
+    return _is_number(value) if isinstance(default, float) else type(value) is type(default)
+
+
+_OPTIONAL = {"plan": str, "target_ms": float, "live_microbatches": int}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

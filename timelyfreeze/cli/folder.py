@@ -1,30 +1,35 @@
-"""The folder of a run: what lies in it, how it is begun, and how it is read again."""
+"""The folder of a run: what lies in it, how it is begun, and how its options are read again. No torch."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import timelyfreeze
-from timelyfreeze.cli.checkpoint import Checkpoint
 from timelyfreeze.cli.config import FREE_TO_CHANGE, TrainConfig
-from timelyfreeze.cli.data import Corpus
 from timelyfreeze.cli.errors import CommandError
-from timelyfreeze.cli.metrics import StepRow, as_text, read_rows
+from timelyfreeze.cli.metrics import as_text
 from timelyfreeze.errors import problem
 from timelyfreeze.files import write_atomically
+from timelyfreeze.planner import MODES
 
-_NAMES = ("config.json", "metrics.jsonl", "plan.json", "table.txt", "checkpoint.pt", "schedule.csv")
+if TYPE_CHECKING:
+    from timelyfreeze.cli.data import Corpus
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run's files. ``schedule`` is there only where a .csv was given."""
+    """Paths of a run's files.
+
+    ``schedule`` is there only where a .csv was given, ``plan_of_mode(...)`` only where modes were compared; the file
+    ``.lock`` says nothing by being there, only by being locked.
+    """
 
     root: Path
 
@@ -40,6 +45,14 @@ class RunFolder:
     def plan(self) -> Path:
         return self.root / "plan.json"
 
+    def plan_of_mode(self, mode: str) -> Path:
+        """The plan of the run with the other mode, where modes are compared."""
+        return self.root / f"plan-{mode}.json"
+
+    @property
+    def measured(self) -> Path:
+        return self.root / "measured.json"
+
     @property
     def table(self) -> Path:
         return self.root / "table.txt"
@@ -52,13 +65,56 @@ class RunFolder:
     def schedule(self) -> Path:
         return self.root / "schedule.csv"
 
-    def begin(self, config: TrainConfig, corpus: Corpus) -> None:
-        """Create the folder and write config.json.
+    @property
+    def _files(self) -> list[Path]:
+        own = [self.config, self.metrics, self.plan, self.measured, self.table, self.checkpoint, self.schedule]
+        return own + [self.plan_of_mode(mode) for mode in MODES]
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Create the folder and keep other processes out of it while this is entered.
 
         Raises:
-            CommandError: the folder holds a run already, or cannot be made.
+            CommandError: it cannot be made, or another process trains in it.
         """
-        taken = [name for name in _NAMES if (self.root / name).exists()]
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with self.locked():
+            yield
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in the folder while this is entered. A kill releases it, too.
+
+        Raises:
+            CommandError: another process trains in it, or it cannot be written.
+        """
+        try:
+            lock = open(self.root / ".lock", "ab")  # noqa: SIM115 - closed below, which releases the lock
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CommandError(
+                    problem(
+                        "another process is training in this folder",
+                        where=f"'{self.root}'",
+                        hint="Wait for its end, or stop it with Ctrl-C, which saves where it stands.",
+                    )
+                ) from error
+            yield
+
+    def begin(self, config: TrainConfig, corpus: Corpus) -> None:
+        """Write config.json into the folder, which must hold no run yet.
+
+        Raises:
+            CommandError: it holds one, or cannot be written.
+        """
+        taken = [path.name for path in self._files if path.exists()]
         if taken:
             raise CommandError(
                 problem(
@@ -70,23 +126,14 @@ class RunFolder:
                 )
             )
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, as_text(_description(config, corpus)))
         except OSError as error:
-            raise CommandError(
-                problem(
-                    "--out cannot be written",
-                    expected="a folder that can be made and written to",
-                    got=error.strerror,
-                    where=f"'{self.root}'",
-                    hint="Name another --out.",
-                )
-            ) from error
+            raise self._unwritable(error) from error
 
     def tidy(self) -> None:
         """Remove what writes that were killed left behind; the files themselves are whole."""
-        for name in _NAMES:
-            for path in self.root.glob(f".{name}.*.tmp"):
+        for file in self._files:
+            for path in self.root.glob(f".{file.name}.*.tmp"):
                 path.unlink(missing_ok=True)
 
     def read_config(self, typed: Mapping[str, Any]) -> TrainConfig:
@@ -117,41 +164,29 @@ class RunFolder:
                     hint="Start a new run with another --out.",
                 )
             ) from error
-        _refuse(saved.differences(replace(saved, **typed)), self.root)
+        self.refuse(saved.differences(typed))
         return replace(saved, **{name: value for name, value in typed.items() if name in FREE_TO_CHANGE})
 
-    def read(self, config: TrainConfig, corpus: Corpus) -> tuple[Checkpoint, list[StepRow]]:
-        """The checkpoint, and the metrics up to it.
-
-        Raises:
-            CommandError: a file is damaged, or the checkpoint is of other options or other text.
-        """
-        checkpoint = Checkpoint.load(self.checkpoint)
-        try:
-            saved = TrainConfig.from_json(checkpoint.config)
-        except ValueError as error:
-            raise CommandError(problem("checkpoint.pt holds no options of this command", got=str(error))) from error
-        _refuse(saved.differences(config), self.root)
-        if checkpoint.corpus != corpus.fingerprint:
+    def refuse(self, differences: list[str]) -> None:
+        """Raise CommandError if options differ that may not when a run is resumed."""
+        if differences:
             raise CommandError(
                 problem(
-                    "the text is not the one that the run was trained on",
-                    expected=f"fingerprint {checkpoint.corpus[:12]}",
-                    got=f"{corpus.fingerprint[:12]}, {corpus.describe()}",
-                    hint="Name the same files with --text (where they lie does not matter), or start a new run.",
+                    "the run to resume was started with other options",
+                    got="; ".join(differences),
+                    where=f"'{self.root}'",
+                    hint="Leave them out to go on, or start a new run with --out.",
                 )
             )
-        return checkpoint, read_rows(self.metrics, checkpoint.done)
 
-
-def _refuse(differences: list[str], root: Path) -> None:
-    if differences:
-        raise CommandError(
+    def _unwritable(self, error: OSError) -> CommandError:
+        return CommandError(
             problem(
-                "the run to resume was started with other options",
-                got="; ".join(differences),
-                where=f"'{root}'",
-                hint="Leave them out to go on, or start a new run with --out.",
+                "the folder cannot be written",
+                expected="one that can be made and written to",
+                got=error.strerror,
+                where=f"'{self.root}'",
+                hint="Name another --out.",
             )
         )
 
@@ -159,7 +194,7 @@ def _refuse(differences: list[str], root: Path) -> None:
 def _description(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     return {
         "timelyfreeze": timelyfreeze.__version__,
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "options": config.to_json(),
         "text": {
             "num_files": corpus.num_files,

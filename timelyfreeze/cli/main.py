@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import timelyfreeze
 from timelyfreeze.cli.errors import CommandError, StoppedError, TrainingError
-from timelyfreeze.cli.options import add_train_parser, train_options
+from timelyfreeze.cli.options import add_train_parser
+from timelyfreeze.cli.plan_options import add_plan_parser
+from timelyfreeze.cli.show_options import add_show_parser
 from timelyfreeze.errors import TimelyFreezeError
 
 EXIT_FAILED = 1
@@ -19,8 +21,9 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 1: training failed (a stage raised, or a loss was not finite) or a file could not be written. 2: wrong use.
-    130: stopped by Ctrl-C (143: by SIGTERM), with the checkpoint saved where there is an ``--out``.
+    0: done. 1: training failed (a stage raised, or a loss was not finite), a file could not be written, or a part of a
+    run that is shown could not be read. 2: wrong use.
+    130: stopped by Ctrl-C (143: by SIGTERM), where training saves the checkpoint if there is an ``--out``.
 
     >>> main(["--version"])
     Traceback (most recent call last):
@@ -38,11 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TimelyFreezeError, OSError) as error:  # OSError: the disk is full, or a step ran into its timeout
         return _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
-        return _fail("stopped at once; the last checkpoint stays as it is", EXIT_INTERRUPTED)
+        kept = "; the last checkpoint stays as it is" if parsed.command == "train" else ""
+        return _fail(f"stopped at once{kept}", EXIT_INTERRUPTED)
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from timelyfreeze.cli.train import train  # imports torch, which --help and typing mistakes need not wait for
+    # Imported here: --help and typing mistakes need not wait for torch, nor planning and showing.
+    if parsed.command == "plan":
+        from timelyfreeze.cli.plan_command import plan
+
+        return plan(parsed)
+    if parsed.command == "show":
+        from timelyfreeze.cli.show import show
+
+        return show(parsed)
+    from timelyfreeze.cli.options import train_options
+    from timelyfreeze.cli.train import train
 
     return train(train_options(parsed), out=getattr(parsed, "out", None), resume=getattr(parsed, "resume", None))
 
@@ -55,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"timelyfreeze {timelyfreeze.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_parser(commands)
+    add_plan_parser(commands)
+    add_show_parser(commands)
     return parser
 
 

@@ -7,12 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from timelyfreeze.cli.config import DEVICES, DTYPES, MODES, TrainConfig
+from timelyfreeze.cli.config import DEVICES, DTYPES, StageRatios, TrainConfig
+from timelyfreeze.planner import MODES
 
 _DESCRIPTION = """\
 Train a LLaMA-style byte-level language model, split over pipeline stages, on real text: plainly, then with TimelyFreeze
-from the same seed on the same batches, then plainly with fewer micro-batches; and print one table of what each took
-and reached."""
+from the same seed on the same batches, then plainly with so few micro-batches that each parameter gets as many
+gradients; and print one table of what each took and reached. With --live-microbatches K nothing is given up: plain
+steps have K micro-batches, TimelyFreeze's have more, of which every parameter sees K."""
 
 
 def add_train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -26,6 +28,7 @@ def add_train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     _add_data_and_model(parser)
     _add_pipeline(parser)
+    _add_freezing(parser)
     _add_training(parser)
     _add_files(parser)
     return parser
@@ -43,6 +46,19 @@ def train_options(parsed: argparse.Namespace) -> dict[str, Any]:
     return typed
 
 
+def stage_ratios(text: str) -> StageRatios:
+    """Read ``stage=ratio`` pairs, in order of their stages; argparse's own error if they are none.
+
+    >>> stage_ratios("1=0.5,0=0.2")
+    ((0, 0.2), (1, 0.5))
+    """
+    pairs = (pair.partition("=") for pair in text.split(","))
+    try:
+        return tuple(sorted((int(stage), float(ratio)) for stage, _, ratio in pairs))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected S=R,..., got {text!r}") from error
+
+
 def _add_data_and_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text and model")
     group.add_argument(
@@ -56,18 +72,41 @@ def _add_data_and_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("pipeline and freezing")
+    group = parser.add_argument_group("pipeline")
     _add(group, "stages", int, "pipeline stages")
     _add(group, "microbatches", int, "micro-batches of a step")
     _add(group, "microbatch_size", int, "sequences in a micro-batch")
     _add(group, "schedule", str, "gpipe, 1f1b, or a .csv file", metavar="NAME")
-    _add(group, "mode", str, "how the plan is made", choices=MODES)
+    _add(group, "device", str, "auto takes all GPUs, else the CPU", choices=DEVICES)
+    _add(group, "dtype", str, "bfloat16 trains under autocast", choices=DTYPES)
+
+
+def _add_freezing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("freezing")
+    _add(
+        group,
+        "mode",
+        str,
+        "cut: choose where each micro-batch's backward ends, too; lp: the published LP",
+        choices=MODES,
+    )
     _add(group, "max_ratio", float, "cap on the mean freeze ratio of a stage", metavar="R")
+    group.add_argument(
+        "--stage-max-ratio", type=stage_ratios, metavar="S=R,...", help="caps of single stages, such as 0=0.2,1=0.5"
+    )
+    _add(group, "min_live_ratio", float, "least share of the highest stage that every micro-batch trains", metavar="R")
+    group.add_argument(
+        "--target-ms", type=float, metavar="MS", help="freeze as little as makes the pipeline's step this short"
+    )
+    group.add_argument(
+        "--live-microbatches",
+        type=int,
+        metavar="K",
+        help="no cap: every parameter sees K micro-batches a step, and how many a step has is chosen by measuring",
+    )
     group.add_argument(
         "--plan", metavar="FILE", help="a fixed plan, for runs that must repeat (default: measure, plan)"
     )
-    _add(group, "device", str, "auto takes all GPUs, else the CPU", choices=DEVICES)
-    _add(group, "dtype", str, "bfloat16 trains under autocast", choices=DTYPES)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +117,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add(group, "weight_decay", float, "AdamW's", metavar="X")
     _add(group, "seed", int, "of weights, batches and masks")
     group.add_argument("--no-compare", dest="compare", action="store_false", help="run TimelyFreeze alone")
+    group.add_argument("--compare-modes", action="store_true", help="run TimelyFreeze with the other --mode, too")
     _add(group, "evaluate_every", int, "steps between validations (default: a tenth of the run)", default=False)
     _add(group, "validation_sequences", int, "held-out sequences of a validation")
 

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import math
-import time
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-import torch
-
+from timelyfreeze.cli.calibrate import choose_live
 from timelyfreeze.cli.checkpoint import Checkpoint
 from timelyfreeze.cli.config import TrainConfig
-from timelyfreeze.cli.data import Corpus, training_batch, validation_batch
-from timelyfreeze.cli.errors import TrainingError
+from timelyfreeze.cli.data import Corpus
 from timelyfreeze.cli.folder import RunFolder
+from timelyfreeze.cli.measured import MeasuredRun, write_measured
 from timelyfreeze.cli.metrics import MetricsLog, StepRow
-from timelyfreeze.cli.model import build_model, byte_loss
 from timelyfreeze.cli.progress import Reporter
 from timelyfreeze.cli.stopping import StopRequest
 from timelyfreeze.cli.table import FEWER, FREEZE, PLAIN
-from timelyfreeze.errors import problem
+from timelyfreeze.cli.trainer import Trainer
 from timelyfreeze.freeze import FreezeConfig
-from timelyfreeze.pipeline import FreezingPipeline
 from timelyfreeze.planner import Plan
-from timelyfreeze.runtime.memory import count_saved_bytes
-from timelyfreeze.schedule import Schedule, create_schedule
+from timelyfreeze.runtime.engine import StepTimes
+from timelyfreeze.schedule import Action, Schedule, create_schedule
 
-_CLIP_NORM = 1.0
+_RECENT_STEPS = 20  # whose median step is kept to be looked at
+_STEADY = "steady"
+_ROUNDING = 1e-6  # of a planned time beside a target
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run of a job: its name, its schedule, and whether it freezes."""
+    """One run of a job: its name, its schedule, and how its plan is made; None: nothing is frozen."""
 
     name: str
     schedule: Schedule
-    freezes: bool = False
+    mode: str | None = None
 
 
 @dataclass
@@ -44,9 +41,12 @@ class Job:
     """What the runs share.
 
     Attributes:
+        schedule: of the plain run.
         split: index of the child with which each stage from 1 on begins: balanced once, the same for all runs.
+        chosen: with ``--live-microbatches``, the number of micro-batches that was chosen for every mode.
         done: for every run so far, in order, its name and the steps done.
-        plan: of the run that freezes, once it is known.
+        plan: of the run named ``timelyfreeze``, once it is known.
+        measured: of every run so far, by name, one step.
     """
 
     config: TrainConfig
@@ -58,20 +58,50 @@ class Job:
     reporter: Reporter
     stop: StopRequest
     split: list[int] | None = None
+    chosen: dict[str, int] = field(default_factory=dict)
     done: list[tuple[str, int]] = field(default_factory=list)
     plan: Plan | None = None
+    measured: dict[str, MeasuredRun] = field(default_factory=dict)
+
+    @property
+    def modes(self) -> list[str]:
+        """How plans are made: as asked, and the other way where both are compared."""
+        return [self.config.mode, *([self.config.other_mode] if self.config.compare_modes else [])]
 
     @property
     def specs(self) -> list[RunSpec]:
         """The runs in order; a schedule from a file has no sibling with fewer micro-batches."""
-        specs = [RunSpec(FREEZE, self.schedule, freezes=True)]
-        if self.config.compare:
-            specs.insert(0, RunSpec(PLAIN, self.schedule))
-            fewer = self.config.num_fewer_microbatches
-            if fewer < self.config.microbatches and not self.config.has_schedule_file:
-                schedule = create_schedule(self.config.schedule, num_ranks=self.config.stages, num_microbatches=fewer)
-                specs.append(RunSpec(FEWER, schedule))
-        return specs
+        config = self.config
+        specs = [RunSpec(FREEZE if mode == config.mode else mode, self._schedule(mode), mode) for mode in self.modes]
+        if not config.compare:
+            return specs
+        fewer = self._num_fewer()
+        if config.live_microbatches is None and fewer < config.microbatches and not config.has_schedule_file:
+            specs.append(RunSpec(FEWER, self._sized(fewer)))
+        return [RunSpec(PLAIN, self.schedule), *specs]
+
+    def _num_fewer(self) -> int:
+        live = None if self.fixed_plan is None else self.fixed_plan.live_microbatches
+        return self.config.num_fewer_microbatches if live is None else live
+
+    def _schedule(self, mode: str) -> Schedule:
+        return self._sized(self.chosen[mode]) if mode in self.chosen else self.schedule
+
+    def _sized(self, num_microbatches: int) -> Schedule:
+        return create_schedule(self.config.schedule, num_ranks=self.config.stages, num_microbatches=num_microbatches)
+
+    def freeze_config(self) -> FreezeConfig:
+        """What the options say of freezing."""
+        config = self.config
+        return FreezeConfig(
+            max_ratio=config.max_ratio,
+            mode=config.mode,
+            stage_max_ratio=dict(config.stage_max_ratio) or None,
+            target_makespan_s=None if config.target_ms is None else config.target_ms / 1e3,
+            live_microbatches=config.live_microbatches,
+            min_live_ratio=config.min_live_ratio,
+            plan=self.fixed_plan,
+        )
 
 
 def run_all(job: Job, checkpoint: Checkpoint | None) -> None:
@@ -81,6 +111,10 @@ def run_all(job: Job, checkpoint: Checkpoint | None) -> None:
         StageError: user code failed in a stage, or a loss was not finite; the last checkpoint stays.
         StoppedError: an end was asked for; the checkpoint is saved.
     """
+    if job.config.live_microbatches is not None and not job.chosen:
+        job.chosen, job.split = choose_live(
+            job.config, job.corpus, job.schedule, job.modes, reporter=job.reporter, stop=job.stop
+        )
     finished = {run for run, num_steps in job.done if num_steps == job.config.steps}
     for spec in job.specs:
         if spec.name not in finished:
@@ -88,39 +122,39 @@ def run_all(job: Job, checkpoint: Checkpoint | None) -> None:
             TrainingRun(job, spec).train(checkpoint if going_on else None)
 
 
+class _TimedStep(NamedTuple):
+    """A step that may be kept to be looked at."""
+
+    pipeline_time_s: float
+    step: int
+    phase: str
+    times: StepTimes
+    ratios: dict[Action, float]
+
+
 class TrainingRun:
     """One run of a job: its model, pipeline and optimizer, from its first step or a checkpoint to its last."""
 
     def __init__(self, job: Job, spec: RunSpec) -> None:
         self.job, self.spec, self.config = job, spec, job.config
-        self.batch_size = spec.schedule.num_microbatches * job.config.microbatch_size
         self.elapsed_s = 0.0
-        model = build_model(job.config.model, job.config.seed)
-        devices = ["cpu"] * spec.schedule.num_ranks if job.config.device == "cpu" else None
-        self.pipe = FreezingPipeline(
-            model,
-            num_stages=job.config.stages,
-            num_microbatches=spec.schedule.num_microbatches,
-            schedule=spec.schedule,
-            loss_fn=byte_loss,
-            freeze=self._freeze_config() if spec.freezes else None,
-            devices=devices,
-            split_points=job.split,
-            seed=job.config.seed,
+        self._recent: deque[_TimedStep] = deque(maxlen=_RECENT_STEPS)
+        self._plan: Plan | None = None
+        self._failure: str | None = None
+        self.trainer = Trainer(
+            job.config,
+            job.corpus,
+            spec.schedule,
+            freeze=None if spec.mode is None else replace(job.freeze_config(), mode=spec.mode),
+            split=job.split,
+            batch_size=max(s.schedule.num_microbatches for s in job.specs) * job.config.microbatch_size,
+            name=spec.name,
         )
-        self.validation = validation_batch(
-            job.corpus.validation,
-            batch_size=job.config.validation_sequences,
-            sequence_length=job.config.sequence_length,
-        )
-
-    def _freeze_config(self) -> FreezeConfig:
-        return FreezeConfig(max_ratio=self.config.max_ratio, mode=self.config.mode, plan=self.job.fixed_plan)
 
     def train(self, checkpoint: Checkpoint | None) -> None:
+        """Train to the end; raises what ``run_all`` does."""
         job, num_steps = self.job, self.config.steps
-        with self.pipe:
-            self.optimizer = make_optimizer(self.pipe, self.config)
+        with self.trainer:
             first = self._begin(checkpoint)
             job.reporter.begin_run(self.spec.name, num_steps, first - 1)
             try:
@@ -135,122 +169,109 @@ class TrainingRun:
                         job.stop.check()
             finally:
                 job.reporter.end_run()
+            self._tell_missed_target()
         job.stop.check()
 
     def _begin(self, checkpoint: Checkpoint | None) -> int:
         """Restore, or measure the start; returns the first step to do."""
-        job = self.job
+        job, trainer = self.job, self.trainer
         if checkpoint is not None:
-            self.pipe.load_freeze_state_dict(checkpoint.freeze)
-            self.pipe.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(checkpoint.optimizer)
+            trainer.pipe.load_freeze_state_dict(checkpoint.freeze)
+            trainer.pipe.load_state_dict(checkpoint.model)
+            trainer.optimizer.load_state_dict(checkpoint.optimizer)
             self.elapsed_s = checkpoint.elapsed_s
             return job.done[-1][1] + 1
         job.done.append((self.spec.name, 0))
-        job.log.append(StepRow(self.spec.name, 0, phase="start", validation_loss=self._validate()))
-        job.split = self.pipe.report()["split_points"]
+        job.log.append(StepRow(self.spec.name, 0, phase="start", validation_loss=trainer.validate(0)))
+        job.split = trainer.pipe.report()["split_points"]
         if len(job.done) == 1:  # from here on there is something to resume from
             self._save()
         return 1
 
     def _step(self, step: int) -> StepRow:
         config = self.config
-        counts = step == config.steps  # the last step alone, because counting slows it down
-        begin_s = time.perf_counter()
-        x, y = training_batch(
-            self.job.corpus.train,
-            batch_size=config.batch_size,
-            sequence_length=config.sequence_length,
-            seed=config.seed,
-            step=step,
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate_at(step)
-        with count_saved_bytes(self.pipe.parameters()) if counts else nullcontext() as saved, self._autocast():
-            result = self.pipe.step(x[: self.batch_size], target=y[: self.batch_size])
-        norm = float(torch.nn.utils.clip_grad_norm_(self.pipe.parameters(), _CLIP_NORM))
-        self._check_finite("the norm of the gradients", norm, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss = float(result.loss)
-        step_time_s = time.perf_counter() - begin_s
-        self.elapsed_s += step_time_s
+        # Bytes are counted in the last step alone, because counting slows it down.
+        update = self.trainer.update(step, counts_bytes=step == config.steps)
+        result = update.result
+        self.elapsed_s += update.step_time_s
         self._keep_plan()
         due = step == config.steps or step % config.evaluation_interval == 0
-        plan = self.pipe.plan
-        return StepRow(
+        plan = self.trainer.pipe.plan
+        row = StepRow(
             run=self.spec.name,
             step=step,
-            loss=loss,
-            step_time_s=step_time_s,
+            loss=update.loss,
+            step_time_s=update.step_time_s,
             pipeline_time_s=result.step_time_s,
             elapsed_s=self.elapsed_s,
             phase=result.phase,
             freeze_ratio=result.freeze_ratio,
-            tokens_per_s=self.batch_size * config.sequence_length / step_time_s,
-            validation_loss=self._validate() if due else None,
+            tokens_per_s=self.trainer.num_sequences * config.sequence_length / update.step_time_s,
+            validation_loss=self.trainer.validate(step) if due else None,
             predicted_s=None if plan is None else plan.makespan_s,
-            saved_bytes=None if saved is None else saved.peak_bytes,
+            saved_bytes=update.saved_bytes,
         )
-
-    def _validate(self) -> float:
-        """Mean loss over the held-out sequences, in pieces of the plain run's batch."""
-        x, y = self.validation
-        total = 0.0
-        for start in range(0, len(x), self.config.batch_size):
-            piece = slice(start, start + self.config.batch_size)
-            with self._autocast():
-                total += float(self.pipe.evaluate(x[piece], target=y[piece])) * len(x[piece])
-        self._check_finite("the validation loss", total, self.job.done[-1][1])
-        return total / len(x)
-
-    def _check_finite(self, what: str, value: float, step: int) -> None:
-        if not math.isfinite(value):
-            raise TrainingError(
-                problem(
-                    f"{what} is not finite",
-                    got=value,
-                    where=f"run {self.spec.name}, step {step}",
-                    hint="Take a lower --learning-rate, or --dtype float32.",
-                )
-            )
-
-    def _autocast(self) -> Any:
-        kind = "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
-        return torch.autocast(kind, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+        if row.timed:
+            ratios = plan.ratios if plan is not None and result.phase == _STEADY else {}
+            if self._recent and self._recent[-1].phase != result.phase:
+                self._recent.clear()
+            self._recent.append(_TimedStep(result.step_time_s, step, result.phase, result.times, ratios))
+        return row
 
     def _keep_plan(self) -> None:
-        plan = self.pipe.plan
-        if plan is not None and plan is not self.job.plan:
-            self.job.plan = plan
-            if self.job.folder is not None:
-                plan.save(self.job.folder.plan)
+        """Save the plan where it is a new one."""
+        job, pipe = self.job, self.trainer.pipe
+        plan = pipe.plan
+        if plan is not None and plan is not self._plan:
+            self._plan = plan
+            if self.spec.name == FREEZE:
+                job.plan = plan
+            if job.folder is not None:
+                plan.save(job.folder.plan if self.spec.name == FREEZE else job.folder.plan_of_mode(plan.mode))
+
+    def _tell_failure(self) -> None:
+        """Say once why there is no plan, where it is so."""
+        failure = self.trainer.pipe.report().get("failure")
+        if failure is not None and failure != self._failure:
+            self.job.reporter.note(f"{self.spec.name}: no plan: {failure}")
+        self._failure = failure
+
+    def _tell_missed_target(self) -> None:
+        """Training goes on with the fastest plan where none reaches the time that was asked for."""
+        target_ms, plan = self.config.target_ms, self.trainer.pipe.plan
+        if self.spec.mode is not None and target_ms is not None and plan is not None:
+            planned_ms = 1e3 * plan.makespan_s
+            if planned_ms > target_ms * (1 + _ROUNDING):
+                self.job.reporter.note(
+                    f"{self.spec.name}: no plan reaches the target of {target_ms:.6g} ms within the caps; the one in "
+                    f"force takes {planned_ms:.6g} ms."
+                )
+
+    def _keep_measured(self) -> None:
+        """Of the last steps, the one whose time is their median."""
+        if self._recent:
+            steps = sorted(self._recent, key=lambda step: step.pipeline_time_s)
+            _, step, phase, times, ratios = steps[(len(steps) - 1) // 2]
+            self.job.measured[self.spec.name] = MeasuredRun(
+                self.spec.name, self.spec.schedule, step, phase, times.start_s, times.end_s, times.skipped, ratios
+            )
 
     def _save(self) -> None:
-        job = self.job
+        job, pipe = self.job, self.trainer.pipe
+        self._tell_failure()
+        self._keep_measured()
         if job.folder is None:
             return
         job.log.sync()
+        write_measured(job.folder.measured, job.measured.values())
         Checkpoint(
             config=self.config.to_json(),
             corpus=job.corpus.fingerprint,
             done=list(job.done),
             elapsed_s=self.elapsed_s,
             split=list(job.split or []),
-            model=self.pipe.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            freeze=self.pipe.freeze_state_dict(),
+            chosen=dict(job.chosen),
+            model=pipe.state_dict(),
+            optimizer=self.trainer.optimizer.state_dict(),
+            freeze=pipe.freeze_state_dict(),
         ).save(job.folder.checkpoint)
-
-
-def make_optimizer(pipe: FreezingPipeline, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices but no norms, fused where this torch and these devices can."""
-    parameters = list(pipe.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    try:
-        return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
-    except RuntimeError:
-        return torch.optim.AdamW(groups, lr=config.learning_rate)

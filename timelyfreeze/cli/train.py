@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from timelyfreeze.cli.calibrate import plain_makespan_s
 from timelyfreeze.cli.errors import StoppedError, TrainingError
 from timelyfreeze.cli.folder import RunFolder
 from timelyfreeze.cli.metrics import MetricsLog
 from timelyfreeze.cli.progress import Reporter, make_reporter
-from timelyfreeze.cli.runs import Job, run_all
+from timelyfreeze.cli.runs import Job, RunSpec, run_all
 from timelyfreeze.cli.setup import Setup, start, take_up
 from timelyfreeze.cli.stopping import StopRequest
-from timelyfreeze.cli.table import FREEZE, PLAIN, render, steady_steps, summarize_run
+from timelyfreeze.cli.table import render, steady_steps, summarize_run
 from timelyfreeze.errors import StageError
 from timelyfreeze.files import write_atomically
 
@@ -40,7 +42,13 @@ def train(
         OSError: a file of the run could not be written.
     """
     reporter = make_reporter(console or Console())
-    setup = start(typed, out) if resume is None else take_up(RunFolder(Path(resume)), typed, out)
+    with ExitStack() as held:
+        setup = start(typed, out, held) if resume is None else take_up(RunFolder(Path(resume)), typed, out, held)
+        _train(setup, reporter)
+    return 0
+
+
+def _train(setup: Setup, reporter: Reporter) -> None:
     if setup.config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(1)  # a stage is a thread of its own; OpenMP teams in each would fight over the cores
     reporter.note(setup.corpus.describe())
@@ -52,14 +60,15 @@ def train(
     finally:
         log.close()
     _finish(job, reporter)
-    return 0
 
 
 def _job(setup: Setup, log: MetricsLog, reporter: Reporter, stop: StopRequest) -> Job:
     job = Job(setup.config, setup.corpus, setup.schedule, setup.fixed_plan, setup.folder, log, reporter, stop)
     job.plan = setup.plan
+    job.measured = {run.name: run for run in setup.measured}
     if setup.checkpoint is not None:
         job.split = list(setup.checkpoint.split)
+        job.chosen = dict(setup.checkpoint.chosen)
         job.done = list(setup.checkpoint.done)
         run, step = job.done[-1]
         if setup.folder is not None:
@@ -72,11 +81,11 @@ def _run(job: Job, setup: Setup) -> None:
     try:
         run_all(job, setup.checkpoint)
     except StoppedError as error:
-        run, step = job.done[-1]
-        raise StoppedError(f"stopped after step {step} of {run}; {_way_on(job)}", error.signal_number) from None
+        at = f"after step {job.done[-1][1]} of {job.done[-1][0]}" if job.done else "before the first step"
+        raise StoppedError(f"stopped {at}; {_way_on(job)}", error.signal_number) from None
     except StageError as error:
-        run, step = job.done[-1]
-        raise TrainingError(f"{error}\nThis was in step {step + 1} of {run}; {_way_on(job)}") from error
+        at = f"in step {job.done[-1][1] + 1} of {job.done[-1][0]}" if job.done else "before the first step"
+        raise TrainingError(f"{error}\nThis was {at}; {_way_on(job)}") from error
     except TrainingError as error:
         raise TrainingError(f"{error}\n{_way_on(job)[0].upper()}{_way_on(job)[1:]}") from error
 
@@ -84,16 +93,20 @@ def _run(job: Job, setup: Setup) -> None:
 def _way_on(job: Job) -> str:
     if job.folder is None:
         return "nothing is saved, because there is no --out"
-    folder = shlex.quote(str(job.folder.root))
-    return f"the last checkpoint is kept, and goes on with: timelyfreeze train --resume {folder}"
+    if not job.done:
+        return "nothing is saved yet"
+    return f"the last checkpoint is kept, and goes on with: timelyfreeze train --resume {_quoted(job.folder)}"
+
+
+def _quoted(folder: RunFolder) -> str:
+    return shlex.quote(str(folder.root))
 
 
 def _finish(job: Job, reporter: Reporter) -> None:
     """Print the table and write table.txt."""
-    steady = steady_steps(job.log.of(FREEZE))
+    frozen = [spec.name for spec in job.specs if spec.mode is not None]
+    steady = set.intersection(*(steady_steps(job.log.of(name)) for name in frozen))
     tokens_per_sequence = job.config.microbatch_size * job.config.sequence_length
-    # A plan that was measured here knows what a plain step takes, too; a given one may come from another machine.
-    unfrozen_s = job.plan.unfrozen_makespan_s if job.plan is not None and job.fixed_plan is None else None
     summaries = []
     for spec in job.specs:
         num_microbatches = spec.schedule.num_microbatches
@@ -103,10 +116,19 @@ def _finish(job: Job, reporter: Reporter) -> None:
                 steady,
                 num_microbatches=num_microbatches,
                 tokens_per_step=num_microbatches * tokens_per_sequence,
-                predicted_s=unfrozen_s if spec.name == PLAIN else None,
+                predicted_s=_plain_s(job, spec) if spec.mode is None else None,
             )
         )
-    text = render(summaries, len(steady))
+    text = render(summaries, len(steady), live_microbatches=job.config.live_microbatches)
     if job.folder is not None:
         write_atomically(job.folder.table, text)
     reporter.note("\n" + text)
+    if job.folder is not None:
+        reporter.note(f"Timelines of these runs: timelyfreeze show {_quoted(job.folder)}")
+
+
+def _plain_s(job: Job, spec: RunSpec) -> float | None:
+    """What the bounds that were measured say of a plain step; those of a given plan may come from another machine."""
+    if job.plan is None or job.fixed_plan is not None:
+        return None
+    return plain_makespan_s(job.plan.costs, spec.schedule)

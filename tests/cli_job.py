@@ -1,0 +1,49 @@
+"""What the tests of `timelyfreeze train` share: a job that takes a moment, and what it left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from timelyfreeze.cli.main import main
+from timelyfreeze.cost import ActionCosts
+from timelyfreeze.planner import make_plan
+from timelyfreeze.schedule import create_schedule
+
+MICROBATCHES = 4
+STEPS = 6
+# Enough for a plan found while training, on a busy machine too: a solve of some 60 steps' time is in force at step 79.
+PLANNED_STEPS = 120
+TINY = (
+    *("--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--microbatch-size", "1"),
+    *("--microbatches", str(MICROBATCHES), "--max-ratio", "0.5", "--validation-sequences", "8", "--seed", "3"),
+    *("--learning-rate", "0.01", "--learning-rate-warmup", "2", "--evaluate-every", "2", "--device", "cpu"),
+)
+
+
+def write_text(root: Path) -> Path:
+    """Forty files of text in ``root``, so that some are held out."""
+    root.mkdir(exist_ok=True)
+    for index in range(40):
+        (root / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog " * (index + 1))
+    return root
+
+
+def save_plan(path: Path) -> Path:
+    """A plan for ``TINY``: backward takes twice a forward, and half of it when frozen."""
+    schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=MICROBATCHES)
+    costs = ActionCosts.uniform(schedule, forward_s=1.0, backward_s=2.0, frozen_backward_s=1.0)
+    make_plan(schedule, costs, max_ratio=0.5).save(path)
+    return path
+
+
+def run(*arguments: object, steps: int | None = STEPS) -> int:
+    """``timelyfreeze train`` with these arguments; its exit code."""
+    length = () if steps is None else ("--steps", str(steps))
+    return main(["train", *map(str, arguments), *length])
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
