@@ -58,6 +58,15 @@ def test_the_commands_exist():
         assert option in shown, option
 
 
+def test_the_plan_is_what_the_command_prints():
+    command, shown = re.search(r"\$ timelyfreeze (plan .*)\n((?:.*\n)*?)```", README).groups()
+    done = subprocess.run(
+        [sys.executable, "-m", "timelyfreeze", *command.split()], capture_output=True, text=True, timeout=60, check=True
+    )
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    assert shown.splitlines() == printed[: len(shown.splitlines())]
+
+
 def test_every_link_leads_somewhere():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / target).exists(), target
