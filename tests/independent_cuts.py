@@ -132,17 +132,21 @@ class CutProgram:
         scaled = {col: value if col in self.times else value / self.scale_s for col, value in terms.items()}
         self.rows.append((scaled, low / self.scale_s, np.inf))
 
-    def solve(self, gap_ratio: float, max_nodes: int) -> tuple[float, float]:
+    def solve(
+        self, gap_ratio: float, max_nodes: int, cost: dict[int, float] | None = None, longest_s: float = np.inf
+    ) -> tuple[float, float]:
+        """The least cost that was found, and a proven lower bound of it. Default: the makespan in seconds."""
         num = len(self.columns)
         entries = [(row, col, value) for row, (terms, _, _) in enumerate(self.rows) for col, value in terms.items()]
         rows, cols, values = zip(*entries, strict=True)
         matrix = coo_array((values, (rows, cols)), shape=(len(self.rows), num))
-        cost = np.zeros(num)
-        cost[self.col("T")] = 1.0
+        makespan = self.col("T")
+        cost = {makespan: self.scale_s} if cost is None else cost
         high = np.array([self.upper.get(column, np.inf) for column in range(num)])
+        high[makespan] = longest_s / self.scale_s
         for presolve in (True, False):  # with it HiGHS gives up on one in some thousands ("Solve error")
             solved = milp(
-                cost,
+                np.array([cost.get(column, 0.0) for column in range(num)]),
                 constraints=LinearConstraint(
                     matrix.tocsr(), [low for _, low, _ in self.rows], [high for _, _, high in self.rows]
                 ),
@@ -155,7 +159,17 @@ class CutProgram:
         assert solved.status <= 1, solved.message
         if solved.x is None:  # no plan was found within the nodes
             return np.inf, 0.0
-        return float(solved.fun) * self.scale_s, float(solved.mip_dual_bound) * self.scale_s
+        return float(solved.fun), float(solved.mip_dual_bound)
+
+    @property
+    def price(self) -> dict[int, float]:
+        """The price of every ratio's column."""
+        weights = self.options.weights or {}
+        return {
+            self.col("r", stage, mb): weights.get(stage, 1.0)
+            for (stage, mb), kind in self.kinds.items()
+            if kind == "free"
+        }
 
 
 def independent_optimum(
@@ -168,3 +182,11 @@ def independent_optimum(
 ) -> tuple[float, float]:
     """The least makespan that was found, within the gap or after so many nodes, and a proven lower bound of it."""
     return CutProgram(schedule, costs, options).solve(gap_ratio, max_nodes)
+
+
+def independent_price(
+    schedule: Schedule, costs: ActionCosts, options: PlanOptions, target_s: float
+) -> tuple[float, float]:
+    """The least price of freezing that reaches a makespan, found and proven, as ``independent_optimum``."""
+    program = CutProgram(schedule, costs, options)
+    return program.solve(1e-4, 2_000, program.price, target_s * (1 + 1e-7))

@@ -14,8 +14,10 @@ from timelyfreeze.freeze.even_masks import live_chances
 STEPS = 300
 
 
-def draw_steps(works: list[ParameterWork], ratios: np.ndarray, steps: int = STEPS) -> list[list[np.ndarray]]:
-    drawer = MaskDrawer(works, all_trainable(works), ratios.shape[1], seed=3, even=True)
+def draw_steps(
+    works: list[ParameterWork], ratios: np.ndarray, steps: int = STEPS, num_live: int = 0
+) -> list[list[np.ndarray]]:
+    drawer = MaskDrawer(works, all_trainable(works), ratios.shape[1], seed=3, num_live=num_live)
     return [drawer.draw(step, ratios, np.zeros(ratios.shape)) for step in range(steps)]
 
 
@@ -36,7 +38,7 @@ def test_cuts_of_whole_micro_batches_are_followed_exactly(seed: int) -> None:
 def test_a_whole_sum_is_met_in_every_step_by_every_parameter(seed: int) -> None:
     """Stage 1 is cut in micro-batches 1 and 2, where its bottom is frozen; 0, 3 and 4 make up for that."""
     ratios = np.array([[0.0, 1.0, 1.0, 0.0, 0.0], [0.3, 0.75, 0.4, 0.5, 0.05], [0.4] * 5])
-    drawn = draw_steps(random_works(seed, 3), ratios)
+    drawn = draw_steps(random_works(seed, 3), ratios, num_live=3)
     for stage, expected in ((0, 3), (1, 3), (2, 3)):
         assert (counts(drawn, stage) == expected).all(), stage
 
@@ -57,7 +59,7 @@ def test_other_sums_are_met_within_one_and_in_expectation(seed: int) -> None:
     seen = counts(drawn, 1)
     assert set(np.unique(seen)) == {1, 2}
     assert np.abs(seen.mean(axis=0) - 1.8).max() < 0.02
-    drawer = MaskDrawer(works, all_trainable(works), 4, even=True)
+    drawer = MaskDrawer(works, all_trainable(works), 4, num_live=0)
     found = np.mean([drawer.frozen_ratios(masks) for masks in drawn], axis=0)
     assert np.abs(found - ratios).max() < 0.02  # the work, micro-batch by micro-batch
 
@@ -84,8 +86,11 @@ def test_chances_have_the_ratios_means_and_equal_sums(data: st.DataObject) -> No
     free = some & ~flags
     needs = (1.0 - ratios[some]).sum() - short + (chances[flags & ~some].sum(axis=0) if num_at_cut else 0.0)
     if ((needs >= 0) & (needs <= free.sum())).all():
-        assert np.ptp(chances.sum(axis=0)) < 1e-9
-        if free.sum() <= 1 or not (flags & some).any():
+        # Both can be had if and only if the largest ratios find enough parameters that may be frozen (Gale, 1957).
+        largest = np.cumsum(np.sort(ratios[free])[::-1])
+        room = [shares @ np.minimum(free.sum() - needs, count) for count in range(1, len(largest) + 1)]
+        if (largest <= np.array(room) + 1e-9).all():
+            assert np.ptp(chances.sum(axis=0)) < 1e-6
             assert np.allclose(chances @ shares, 1.0 - ratios, atol=1e-6)
 
 
@@ -105,7 +110,7 @@ def test_compiled_stages_train_all_or_nothing_of_a_micro_batch(palette_size: int
 
 def test_stages_without_trainable_parameters_are_no_cut() -> None:
     works = [make_work([1.0]), make_work([1.0] * 4)]
-    drawer = MaskDrawer(works, [np.array([False]), np.ones(4, dtype=bool)], 2, even=True)
+    drawer = MaskDrawer(works, [np.array([False]), np.ones(4, dtype=bool)], 2, num_live=0)
     masks = drawer.draw(0, np.array([[0.0, 0.0], [0.75, 0.25]]), np.zeros((2, 2)))
     assert masks[0].shape == (2, 1)
     assert not masks[0].any()

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from tests.dense_program import DenseProgram
-from tests.independent_cuts import independent_optimum
+from tests.independent_cuts import independent_optimum, independent_price
 from tests.plan_checks import caps_of, check_plan, price
 from tests.random_cases import Case, random_case
+from tests.random_schedules import random_costs
 from tests.stub_stages import run_plan
 from timelyfreeze.errors import PlanError
 from timelyfreeze.planner import Plan, Planner
 from timelyfreeze.planner.cut_lp import relaxation_bound
-from timelyfreeze.planner.highs import HighsSolver
 from timelyfreeze.planner.limits import Limits
 from timelyfreeze.planner.model import CostModel
 from timelyfreeze.schedule import Kind
@@ -25,7 +25,10 @@ from timelyfreeze.schedule import Kind
 NUM_IN_BLOCK = 25
 NUM_BLOCKS = 200
 NUM_SHORT_BLOCKS = 6
-WORST_GAP = 0.25
+# Of 5,000 plans some 30 are over 0.1 % slower than the mixed-integer program's best. The worst (one micro-batch), 30 %:
+# that program freezes all but 1e-4 of a stage so that it does not count as cut and starves nothing in the next one.
+WORST_GAP_RATIO = 0.31
+MOST_WITH_A_GAP = 3  # in one block
 
 BLOCKS = [
     pytest.param(block, marks=() if block < NUM_SHORT_BLOCKS else pytest.mark.long, id=f"from-{block * NUM_IN_BLOCK}")
@@ -61,21 +64,22 @@ def test_plans_against_independent_programs(block: int) -> None:
         assert plan.makespan_s <= by_program.makespan_s * (1 + 1e-6)
         assert plan.makespan_s >= proven * (1 - 2e-4)
         model = CostModel(case.schedule, case.costs)
-        bound = relaxation_bound(
-            case.schedule, model, Limits.of_options(model, case.options), HighsSolver(time_limit_s=60.0)
-        )
+        bound = relaxation_bound(case.schedule, model, Limits.of_options(model, case.options), time_limit_s=60.0)
+        assert bound > 0 or dense.shortest() == 0
         assert bound <= min(plan.makespan_s, by_program.makespan_s, optimum) * (1 + 1e-6) + 1e-9 * dense.scale
         assert plan.objective_s >= min(bound, plan.makespan_s) * (1 - 1e-6)
         if 0 < optimum < np.inf:
             gaps.append(plan.makespan_s / optimum - 1)
 
     on_every_case(block, check)
-    assert max(gaps) < WORST_GAP
-    assert np.mean(np.array(gaps) < 1e-3) > 0.9
+    assert max(gaps) < WORST_GAP_RATIO
+    assert sum(gap > 1e-3 for gap in gaps) <= MOST_WITH_A_GAP
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_targets_are_reached_with_less_freezing_or_refused(block: int) -> None:
+def test_targets_are_reached_with_the_least_freezing_or_refused(block: int) -> None:
+    dear = []
+
     def check(seed: int, case: Case) -> None:
         if case.target_share is None:
             return
@@ -91,10 +95,14 @@ def test_targets_are_reached_with_less_freezing_or_refused(block: int) -> None:
         assert plan.makespan_s <= target_s * (1 + 1e-6)
         if target_s >= fastest.makespan_s:
             assert price(plan) <= price(fastest) * (1 + 1e-6) + 1e-6
+            least, _ = independent_price(case.schedule, case.costs, case.options, target_s)
+            if price(plan) > 1.02 * least + 0.01:
+                dear.append((seed, price(plan), least))
         if target_s >= fastest.unfrozen_makespan_s:
             assert price(plan) == 0
 
     on_every_case(block, check)
+    assert len(dear) <= 1, "about one case in a hundred is dearer than the optimum"
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -104,19 +112,17 @@ def test_planning_again_for_other_costs_obeys_everything(block: int) -> None:
     def check(seed: int, case: Case) -> None:
         if seed % 3:
             return
-        factor = random.Random(-seed).uniform
-        costs = replace(
-            case.costs,
-            upper_s={action: time * factor(1.0, 1.3) for action, time in case.costs.upper_s.items()},
-        )
+        draw = random.Random(-seed)
+        costs = random_costs(case.schedule, draw)
+        if draw.random() < 0.5:  # as training measures them: a little longer or shorter
+            slower = {action: time * draw.uniform(1.0, 1.3) for action, time in case.costs.upper_s.items()}
+            costs = replace(case.costs, upper_s=slower)
         for mode in ("lp", "cut"):
             planner = Planner(case.schedule, replace(case.options, mode=mode))
             planner.solve(case.costs)
-            again = planner.solve(costs)
+            again, fresh = planner.solve(costs), solve(replace(case, costs=costs), mode)
             check_plan(again)
-            if mode == "lp":
-                fresh = Planner(case.schedule, replace(case.options, mode=mode)).solve(costs)
-                assert again.objective_s == pytest.approx(fresh.objective_s, rel=1e-6)
+            assert mode == "cut" or again.objective_s == pytest.approx(fresh.objective_s, rel=1e-6)
 
     on_every_case(block, check)
 

@@ -168,7 +168,7 @@ def test_a_dear_stage_is_frozen_less_where_the_makespan_allows(mode: str) -> Non
         plan = make_plan(schedule, costs, 0.8, mode, target_makespan_s=480.0, weights=weights)
         return [sum(r for a, r in plan.ratios.items() if a.stage == stage) for stage in range(2)]
 
-    assert frozen({0: 10.0})[0] < frozen({0: 0.1})[0] - 0.1
+    assert frozen({0: 0.1, 1: 10.0})[1] < frozen({0: 10.0, 1: 0.1})[1] - 0.1
 
 
 @pytest.mark.parametrize("target_s", [380.0, 420.0, 500.0, 600.0, 700.0])
@@ -187,7 +187,7 @@ def test_the_least_freezing_that_reaches_a_time(target_s: float) -> None:
 def test_a_target_out_of_reach_names_what_stands_against_it() -> None:
     schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=8)
     costs = published_costs(schedule, 15, 43, 20)
-    for mode, least in (("cut", "397.3"), ("lp", "423.8")):
+    for mode, least in (("cut", "397.3"), ("lp", "414.5")):
         with pytest.raises(PlanError, match=rf"cannot be reached within the caps: expected at least {least}.*stage"):
             make_plan(schedule, costs, 0.3, mode, target_makespan_s=300.0)
 

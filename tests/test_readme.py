@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -61,7 +62,12 @@ def test_the_commands_exist():
 def test_the_plan_is_what_the_command_prints():
     command, shown = re.search(r"\$ timelyfreeze (plan .*)\n((?:.*\n)*?)```", README).groups()
     done = subprocess.run(
-        [sys.executable, "-m", "timelyfreeze", *command.split()], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "timelyfreeze", *command.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
     )
     printed = [line.rstrip() for line in done.stdout.splitlines()]
     assert shown.splitlines() == printed[: len(shown.splitlines())]

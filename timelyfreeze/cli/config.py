@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from statistics import mean
 from typing import Any
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.planner import MODES, fewer_microbatches
+from timelyfreeze.schedule.checks import is_number
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -219,9 +219,9 @@ class TrainConfig:
 
     @property
     def num_fewer_microbatches(self) -> int:
-        """Micro-batches of a plain step that sees as many gradients a parameter, on average over the stages."""
+        """Micro-batches of a plain step that sees as many gradients a parameter as the largest cap leaves."""
         caps = dict.fromkeys(range(self.stages), self.max_ratio) | dict(self.stage_max_ratio)
-        return fewer_microbatches(self.microbatches, mean(caps.values()))
+        return fewer_microbatches(self.microbatches, max(caps.values()))
 
     @property
     def other_mode(self) -> str:
@@ -290,15 +290,11 @@ def _fits(value: object, name: str, default: object) -> bool:
         return isinstance(value, list) and all(isinstance(path, str) for path in value)
     if name == "stage_max_ratio":
         return isinstance(value, list) and all(
-            isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and _is_number(pair[1]) for pair in value
+            isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and is_number(pair[1]) for pair in value
         )
     if name in _OPTIONAL:
-        return value is None or (_is_number(value) if _OPTIONAL[name] is float else type(value) is _OPTIONAL[name])
-    return _is_number(value) if isinstance(default, float) else type(value) is type(default)
+        return value is None or (is_number(value) if _OPTIONAL[name] is float else type(value) is _OPTIONAL[name])
+    return is_number(value) if isinstance(default, float) else type(value) is type(default)
 
 
 _OPTIONAL = {"plan": str, "target_ms": float, "live_microbatches": int}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

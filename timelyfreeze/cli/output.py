@@ -9,7 +9,7 @@ from rich.console import Console
 
 # Every character beyond ASCII that the commands print, with what stands for it where the encoding has no such.
 _ASCII = str.maketrans(
-    {"░": "-", "▒": "+", "▓": "=", "█": "#", "▚": "%", "×": "x", "·": ".", "■": "#", "│": "|", "─": "-"}
+    {"░": "-", "▒": "+", "▓": "=", "█": "#", "▚": "%", "×": "x", "·": ".", "■": "#", "│": "|", "─": "-", "→": ">"}
 )
 
 

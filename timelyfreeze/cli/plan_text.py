@@ -140,7 +140,8 @@ def _steps_table(answer: PlanAnswer) -> Table:
         _add_step(table, step, answer.plain)
     bound = "LP's optimum" if answer.plan.mode == "lp" else "proven bound"
     if answer.plan.ratios:
-        gap = "" if answer.plan.mode == "lp" else f"gap {100 * answer.plan.gap_ratio:.1f}%"
+        gap_ratio = None if answer.plan.mode == "lp" else answer.plan.gap_ratio
+        gap = "" if gap_ratio is None else f"gap {100 * gap_ratio:.1f}%"
         table.add_row(bound, milliseconds(answer.plan.objective_s), gap, "", "", "", style=_FAINT)
     return table
 

@@ -24,7 +24,6 @@ from timelyfreeze.schedule import Action, Schedule, create_schedule
 
 _RECENT_STEPS = 20  # whose median step is kept to be looked at
 _STEADY = "steady"
-_ROUNDING = 1e-6  # of a planned time beside a target
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,6 @@ class TrainingRun:
                         job.stop.check()
             finally:
                 job.reporter.end_run()
-            self._tell_missed_target()
         job.stop.check()
 
     def _begin(self, checkpoint: Checkpoint | None) -> int:
@@ -235,17 +233,6 @@ class TrainingRun:
         if failure is not None and failure != self._failure:
             self.job.reporter.note(f"{self.spec.name}: no plan: {failure}")
         self._failure = failure
-
-    def _tell_missed_target(self) -> None:
-        """Training goes on with the fastest plan where none reaches the time that was asked for."""
-        target_ms, plan = self.config.target_ms, self.trainer.pipe.plan
-        if self.spec.mode is not None and target_ms is not None and plan is not None:
-            planned_ms = 1e3 * plan.makespan_s
-            if planned_ms > target_ms * (1 + _ROUNDING):
-                self.job.reporter.note(
-                    f"{self.spec.name}: no plan reaches the target of {target_ms:.6g} ms within the caps; the one in "
-                    f"force takes {planned_ms:.6g} ms."
-                )
 
     def _keep_measured(self) -> None:
         """Of the last steps, the one whose time is their median."""

@@ -140,7 +140,7 @@ class ActionCosts:
         what that leaves of it. Stage 0's, which has none, is put at the other stages' share of the whole.
 
         Raises:
-            ValueError: the schedule has a stage or a kind of action that these costs do not have.
+            ValueError: the schedule has other stages, or a kind of action that these costs do not have.
 
         >>> from timelyfreeze.schedule import create_schedule
         >>> small, large = (create_schedule("1f1b", num_ranks=1, num_microbatches=m) for m in (2, 3))
@@ -148,6 +148,11 @@ class ActionCosts:
         2.0
         """
         bounds = _medians(self)
+        num_stages = 1 + max((stage for stage, _ in bounds), default=-1)
+        if num_stages != schedule.num_stages:
+            raise ValueError(
+                problem("the costs are of another model", expected=f"{schedule.num_stages} stages", got=num_stages)
+            )
         for stage, kind in {(action.stage, action.kind) for action in schedule.actions} - bounds.keys():
             if kind in (Kind.I, Kind.W) and (stage, Kind.B) in bounds:
                 bounds[stage, kind] = _split(bounds, stage)[kind]

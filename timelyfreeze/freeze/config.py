@@ -12,6 +12,7 @@ from timelyfreeze.errors import PlanError, problem, raise_all
 from timelyfreeze.freeze.policies import policy_names
 from timelyfreeze.planner import Plan, PlanOptions
 from timelyfreeze.schedule import Schedule
+from timelyfreeze.schedule.checks import is_number
 
 _SHOWN = 3
 
@@ -147,7 +148,7 @@ class FreezeConfig:
 
     def _type_faults(self) -> list[str]:
         faults = []
-        if self.replan_drift_ratio is not None and not _is_number(self.replan_drift_ratio):
+        if self.replan_drift_ratio is not None and not is_number(self.replan_drift_ratio):
             faults.append(problem("replan_drift_ratio", expected="a number or None", got=repr(self.replan_drift_ratio)))
         policy: object = self.policy
         if not isinstance(policy, str):
@@ -230,10 +231,6 @@ def check_fits(plan: Plan, schedule: Schedule) -> None:
     if faults:
         faults[-1] += " Make a plan for this schedule, or leave plan= out."
     raise_all(PlanError, faults)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _load(path: str | PathLike[str]) -> Plan:

@@ -287,7 +287,11 @@ class FreezeController:
         Taken between steps. A plan in the making is saved as the bounds that it is for, and begun again by
         ``load_state_dict``, as is the search for a better one; a plan that waits for its step is saved itself.
         """
+        was_busy = self._pending.is_busy
         outcome = self._pending.poll()
+        is_busy = self._pending.is_busy
+        if was_busy and not is_busy:
+            outcome = self._pending.poll()  # the search has ended in between: its last plan must not be lost
         return pack_state(
             self.schedule,
             step=self._step,
@@ -301,7 +305,7 @@ class FreezeController:
             costs=self._pending.costs,
             options=self._pending.options,
             pending=None if isinstance(outcome, Exception) else outcome,
-            improving=self._pending.is_busy,
+            improving=is_busy,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -27,12 +27,22 @@ class EvenMasks:
         starts: the sum of the shares that forward uses before it, ``[num_trainable]``.
         divisible: whether one parameter can be live without the others; compiled stages have too few masks for that.
         groups: caps and prices of the trainable parameters; None: all are to be live equally often.
+        num_live: in at least so many micro-batches, where there are no groups.
         seed, stage: key the random numbers.
     """
 
     def __init__(
-        self, shares: Floats, starts: Floats, divisible: bool, groups: StageGroups | None, *, seed: int, stage: int
+        self,
+        shares: Floats,
+        starts: Floats,
+        divisible: bool,
+        groups: StageGroups | None,
+        num_live: int | None,
+        *,
+        seed: int,
+        stage: int,
     ) -> None:
+        self._num_live = num_live
         self._shares, self._starts, self._groups = shares, starts, groups
         self._unit_of = np.arange(len(shares))
         if not divisible and len(shares) > 0:
@@ -71,19 +81,25 @@ class EvenMasks:
         """Where the micro-batches end when laid behind each other, ``[1 + num_microbatches, num_parameters]``."""
         key = ratios.tobytes() + at_cut.tobytes()
         if key != self._dealt[0]:
-            chances = live_chances(self._shares, self._starts, ratios, at_cut, self._groups)
+            chances = live_chances(self._shares, self._starts, ratios, at_cut, self._groups, self._num_live)
             ends = np.cumsum(np.concatenate([np.zeros((1, len(self._shares))), chances]), axis=0)
             self._dealt = key, np.rint(ends * 2.0**_BITS).astype(np.int64)
         return self._dealt[1]
 
 
 def live_chances(
-    shares: Floats, starts: Floats, ratios: Floats, at_cut: Bools, groups: StageGroups | None = None
+    shares: Floats,
+    starts: Floats,
+    ratios: Floats,
+    at_cut: Bools,
+    groups: StageGroups | None = None,
+    num_live: int | None = None,
 ) -> Floats:
     """The chance of each parameter to be live in each micro-batch, ``[num_microbatches, num_parameters]``.
 
     Weighted by the shares, a micro-batch's chances have the mean 1 - ratio. A parameter's chances add up to the sum of
-    1 - ratio, as far as the micro-batches above their cut can make up for the others. With ``groups`` they add up to at
+    1 - ratio, as far as the micro-batches above their cut can make up for the others and keep to their ratios; whatever
+    these are, to ``num_live`` (None: as many whole micro-batches as there are in that sum). With ``groups`` they add up to at
     least 1 - cap for each micro-batch, whatever the ratios are, and the cheapest parameters are frozen most.
 
     >>> quarters = np.full(4, 0.25)
@@ -99,18 +115,27 @@ def live_chances(
     free = np.flatnonzero(some & ~at_cut)
     free = free[np.argsort(ratios[free], kind="stable")]
     if groups is None:
-        needs = (1.0 - ratios[some]).sum() - chances[bottom].sum(axis=0)
+        given = chances[~some | bottom].sum(axis=0)
+        total = (1.0 - ratios).sum()
+        wishes = total - given
+        needs = (np.floor(total + 1e-6) if num_live is None else min(num_live, total)) - given
     else:
         frozen = (1.0 - chances[~some | bottom]).sum(axis=0)
         needs = len(free) - _frozen_counts(shares, groups, len(ratios) * groups.max_ratio - frozen, ratios[free])
+        wishes = needs
     for num_left, microbatch in zip(range(len(free), 0, -1), free, strict=True):
-        most = np.clip(needs, 0.0, 1.0)
         least = np.clip(needs - (num_left - 1), 0.0, 1.0)  # the others cannot give it more than one each
+        most = np.maximum(np.clip(wishes, 0.0, 1.0), least)
         room = shares @ (most - least)
         missing = (1.0 - ratios[microbatch]) - shares @ least
         filled = np.clip(missing / room, 0.0, 1.0) if room > 0 else 0.0
         chances[microbatch] = least + filled * (most - least)
-        needs -= chances[microbatch]
+        # What nobody wishes for is trained all the same: so the ratio, and the time, is met.
+        spare = 1.0 - chances[microbatch]
+        too_few = (1.0 - ratios[microbatch]) - shares @ chances[microbatch]
+        if groups is None and too_few > 0 and shares @ spare > 0:
+            chances[microbatch] += spare * min(too_few / (shares @ spare), 1.0)
+        needs, wishes = needs - chances[microbatch], wishes - chances[microbatch]
     if groups is not None:
         # While one plan gives way to another, or where more parameters train than were planned for, it may be too much.
         most = len(ratios) * groups.max_ratio

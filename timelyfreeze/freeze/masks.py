@@ -45,7 +45,7 @@ class StageMasks:
         seed: int,
         stage: int,
         policy: str,
-        even: bool = False,
+        num_live: int | None = None,
         groups: StageGroups | None = None,
     ) -> None:
         self.columns = np.flatnonzero(trainable)
@@ -64,10 +64,10 @@ class StageMasks:
         self._starts[order] = np.cumsum(in_order) - in_order
         self._palette_size = work.palette_size
         self.even: EvenMasks | None = None
-        if even or groups is not None:
+        if num_live is not None or groups is not None:
             own = None if groups is None else groups.of(self.columns)
             divisible = work.palette_size is None
-            self.even = EvenMasks(self.shares, self._starts, divisible, own, seed=seed, stage=stage)
+            self.even = EvenMasks(self.shares, self._starts, divisible, own, num_live, seed=seed, stage=stage)
         self._in_bottom_half = self._starts + 0.5 * self.shares < 0.5
         self._policy = get_policy(policy)
         self._seed, self._stage = seed, stage
@@ -132,7 +132,8 @@ class MaskDrawer:
         num_microbatches: of a step.
         seed: any whole number.
         policy: a name from ``policy_names()``.
-        even: every parameter is to be live in equally many micro-batches of a step. The policy has no say then.
+        num_live: every parameter is to be live in so many micro-batches of a step, or as equally often as the ratios
+            allow. The policy has no say then.
         groups: of every stage, or None where its parameters have no caps of their own. With them the policy has no say.
     """
 
@@ -144,11 +145,11 @@ class MaskDrawer:
         *,
         seed: int = 0,
         policy: str = "random",
-        even: bool = False,
+        num_live: int | None = None,
         groups: Sequence[StageGroups | None] | None = None,
     ) -> None:
         self.stages = [
-            StageMasks(work, flags, seed=seed, stage=stage, policy=policy, even=even, groups=own)
+            StageMasks(work, flags, seed=seed, stage=stage, policy=policy, num_live=num_live, groups=own)
             for stage, (work, flags, own) in enumerate(
                 zip(works, trainable, groups or [None] * len(works), strict=True)
             )

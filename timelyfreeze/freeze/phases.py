@@ -157,7 +157,10 @@ class PhaseMachine:
     def announce_better(self, step: int, plan: Plan) -> bool:
         """Another plan for the same bounds: if it is worth a switch, state the step at which it will take effect."""
         assert self.plan is not None
-        if plan.makespan_s > (1.0 - LEAST_GAIN_RATIO) * self.plan.makespan_s:
+        before, after = self.plan.makespan_s, plan.makespan_s
+        if plan.options.target_makespan_s is not None and plan.beats(self.plan):
+            before, after = self.plan.freezing, plan.freezing  # both are fast enough
+        if after > (1.0 - LEAST_GAIN_RATIO) * before:
             return False
         self.switch_step = step + self._config.switch_delay_steps
         self.log(step, "better_plan", switch_step=self.switch_step, new_makespan_s=plan.makespan_s)

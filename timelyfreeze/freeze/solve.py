@@ -72,8 +72,8 @@ class PendingPlan:
         except Exception as error:  # whatever it is, training goes on and the report tells
             newest = None
             self._outcome = self._outcome or error
-        best = self._outcome
-        if newest is not None and not (isinstance(best, Plan) and best.makespan_s <= newest.makespan_s):
+        # Each plan is better than the one before, but for one that a checkpoint brought.
+        if newest is not None and not (isinstance(self._outcome, Plan) and self._outcome.beats(newest)):
             self._outcome = newest
         return self._outcome
 

@@ -165,7 +165,7 @@ class StepDrawer:
                 self._schedule.num_microbatches,
                 seed=self._seed,
                 policy=self._config.policy,
-                even=self._config.averages_live,
+                num_live=self._config.options.live_microbatches,
                 groups=[stage_groups(self._config.options, stage, work) for stage, work in enumerate(self.work)],
             )
 

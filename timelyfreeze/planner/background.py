@@ -118,14 +118,16 @@ class BackgroundPlanner:
         current = self._current
         if current is None:
             return None
-        if not current.thread.is_alive():
+        ended = not current.thread.is_alive()  # before taking: what is found after that is not lost
+        plan = current.take()
+        if plan is None and ended:
             self._current = None
             if current.error is not None:
                 raise current.error
-        return current.take()
+        return plan
 
     def cancel(self) -> None:
-        """Give up the plan in the making, without waiting; it ends within a second or so."""
+        """Give up the plan in the making, without waiting; it ends within a second, or with the bound it works on."""
         if self._current is not None:
             self._current.stopped.set()
             self._current = None

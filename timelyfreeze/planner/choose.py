@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from timelyfreeze.planner.limits import Limits
-from timelyfreeze.planner.live import keep_live, keep_microbatches_live, top_stage
+from timelyfreeze.planner.live import keep_microbatches_live, top_stage
 from timelyfreeze.planner.model import CostModel, Floats, Ints
 from timelyfreeze.planner.patterns import first_patterns, neighbour_patterns
 
@@ -36,16 +36,21 @@ def choose_ratios(model: CostModel, ratios: Floats, limits: Limits, *, target_s:
     ratios = keep_microbatches_live(model, ratios, limits.most)
     places = np.flatnonzero(model.freezable[model.base])
     if not len(places) or model.base == top_stage(model):
-        return keep_live(model, ratios, limits.live, is_exact=limits.is_exact)
+        return _feed(model, ratios, limits)
     thorough = len(model.upper_s) <= _MOST_ACTIONS_SEARCHED
     sets = []
     for num_full, part in _amounts(model, ratios[model.base, places], limits, thorough):
         found = _search(model, ratios, places, num_full, part, target_s, _MIN_ROUNDS if thorough else 0)
         sets.append(found[: _KEPT if thorough else 1])
-    mended = np.stack(
-        [keep_live(model, found, limits.live, is_exact=limits.is_exact) for found in np.concatenate(sets)]
-    )
+    mended = np.stack([_feed(model, found, limits) for found in np.concatenate(sets)])
     return _thin_out(model, _best_first(model, mended)[0], places)
+
+
+def _feed(model: CostModel, ratios: Floats, limits: Limits) -> Floats:
+    """Unfreeze what starves a parameter: in cut stages, the micro-batches with the smallest ratios train everything."""
+    while (starved := limits.starved(model, ratios)).any():
+        ratios = np.where(starved, 0.0, ratios)
+    return ratios
 
 
 def _amounts(model: CostModel, weights: Floats, limits: Limits, thorough: bool) -> list[tuple[int, float]]:

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from timelyfreeze.planner.highs import HighsSolver
+from timelyfreeze.errors import PlanError
+from timelyfreeze.planner.highs import HighsSolver, relaxed_optimum
 from timelyfreeze.planner.limits import Limits
 from timelyfreeze.planner.lp import Budget, Problem, SparseLp, build_lp, critical_path_basis, row_nodes
 from timelyfreeze.planner.model import CostModel, Floats, Ints
@@ -38,7 +39,7 @@ class FixedCuts:
         self._numbers = np.full(model.freezable.shape, -1)
         self._numbers[self._stages, self._microbatches] = np.arange(len(self._stages))
         self._by_stage = [np.flatnonzero(self._stages == stage) for stage in range(model.num_stages)]
-        self._prices = limits.prices[self._stages]
+        self._prices = limits.relative_prices[self._stages]
 
     def solve(self, cuts: Ints, most: Floats, *, target_s: float = 0.0, is_exact: bool = False) -> Floats | None:
         """The ratios ``[num_stages, num_microbatches]`` of the fastest plan with at least these cuts.
@@ -50,11 +51,22 @@ class FixedCuts:
             is_exact: minimise the makespan first and the price of freezing then, instead of both at once.
 
         Returns:
-            None where the limits do not allow such cuts.
+            None where the limits do not allow such cuts, or the solver gave up on numbers of very different sizes.
         """
         problem = self._problem(cuts, most)
         if problem is None:
             return None
+        try:
+            found = np.minimum(self._solve(problem, target_s, is_exact), problem.upper)
+        except PlanError:
+            return None
+        grid = np.zeros(self._model.freezable.shape)
+        # A basic solution is exact up to rounding; ratios within 1e-9 of a bound are that bound.
+        grid[self._stages, self._microbatches] = np.where(found < 1e-9, 0.0, np.where(found > 1 - 1e-9, 1.0, found))
+        return self._limits.trim(grid)
+
+    def _solve(self, problem: Problem, target_s: float, is_exact: bool) -> Floats:
+        """The program's ratios; see ``solve``."""
         solver, lp = self._solver, build_lp(problem)
         makespan, ratios = lp.makespan, slice(lp.makespan + 1, None)
         price = np.zeros(len(lp.cost))
@@ -69,11 +81,7 @@ class FixedCuts:
             solver.set_costs(price)
             solver.set_upper(makespan, target)
             values = solver.minimize(from_feasible=True)
-        grid = np.zeros(self._model.freezable.shape)
-        # A basic solution is exact up to rounding; ratios within 1e-9 of a bound are that bound.
-        found = values[ratios]
-        grid[self._stages, self._microbatches] = np.where(found < 1e-9, 0.0, np.where(found > 1 - 1e-9, 1.0, found))
-        return grid
+        return values[ratios]
 
     def _problem(self, cuts: Ints, most: Floats) -> Problem | None:
         model, limits, nodes = self._model, self._limits, self._model.nodes
@@ -114,16 +122,20 @@ class FixedCuts:
         )
 
 
-def relaxation_bound(schedule: Schedule, model: CostModel, limits: Limits, solver: HighsSolver) -> float:
+def relaxation_bound(schedule: Schedule, model: CostModel, limits: Limits, *, time_limit_s: float) -> float:
     """Seconds that no plan within the limits can be faster than, whatever its cuts: the relaxed program's optimum.
 
     Two rows make it tighter than the plain relaxation: at most ``floor(cap M)`` micro-batches train nothing in a stage,
     and y <= most z_(s-1), since r never passes its limit (on 1F1B 4 x 8 at cap 0.8 the bound rises from 251 to 281 ms,
     where the best plan takes 316.8).
+
+    Returns:
+        0 where the optimum was not found in time: no plan is faster than that either.
     """
     program = _Relaxation(schedule, model, limits)
+    optimum = relaxed_optimum(program.build(), time_limit_s)
     # Below the optimum by more than the solver's tolerance, so that it stays a bound.
-    return solver.relaxed_optimum(program.build()) * program.scale_s * (1 - 1e-6)
+    return 0.0 if optimum is None else optimum * program.scale_s * (1 - 1e-6)
 
 
 class _Relaxation:

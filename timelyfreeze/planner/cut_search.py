@@ -9,7 +9,7 @@ import numpy as np
 
 from timelyfreeze.planner.cut_lp import FixedCuts
 from timelyfreeze.planner.limits import Limits
-from timelyfreeze.planner.live import starved_places, top_stage
+from timelyfreeze.planner.live import top_stage
 from timelyfreeze.planner.model import Bools, CostModel, Floats, Ints
 from timelyfreeze.planner.neighbours import first_cuts, guess_ratios, neighbour_cuts
 
@@ -91,7 +91,8 @@ class CutSearch:
             self._offer(self._judge(ratios, spared))
             found = self._solve_live(self._cuts(ratios), spared)
             seeds += [] if found is None else [found]
-        for cuts in self._spread(first_cuts(self._model, self._limits)):
+        known = [self._cuts(ratios)[None] for ratios in plans]
+        for cuts in self._spread(np.concatenate([*known, first_cuts(self._model, self._limits)])):
             found = self._solve(cuts)
             if found is not None:
                 seeds.append(found)
@@ -108,9 +109,11 @@ class CutSearch:
 
     def _descend(self, found: Found) -> None:
         """Follow improvements from one plan until there is none, or the effort is spent."""
+        passed = set()  # a little slower but freezing less, again and again, would lead round in circles
         while not self._is_spent():
+            passed.add(self._cuts(found.ratios).tobytes())
             better = self._improve(found)
-            if better is None:
+            if better is None or self._cuts(better.ratios).tobytes() in passed:
                 return
             found = better
 
@@ -138,8 +141,9 @@ class CutSearch:
     def _finish(self) -> Found:
         """Solve the best cuts once more, exactly: the least makespan, then the least freezing."""
         assert self.best is not None
-        while not self._is_spent() and self._spare_others(self.best):
-            pass
+        for _ in range(self._model.num_microbatches):
+            if self._is_spent() or not self._spare_others(self.best):
+                break
         self._solve_live(self._cuts(self.best.ratios), self.best.spared, is_exact=True)
         return self.best
 
@@ -196,7 +200,7 @@ class CutSearch:
             ratios = self._programs.solve(cuts, most, target_s=self._target_s, is_exact=is_exact)
             if ratios is None:
                 return None
-            starved = starved_places(self._model, ratios, self._limits.live, is_exact=self._limits.is_exact)
+            starved = self._limits.starved(self._model, ratios)
             if not starved.any():
                 break
             spared = spared | starved

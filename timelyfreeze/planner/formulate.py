@@ -35,7 +35,7 @@ class Formulation:
     @property
     def prices(self) -> Floats:
         """Of every ratio, in the order of the program's columns."""
-        prices: Floats = self.limits.prices[self.stages]
+        prices: Floats = self.limits.relative_prices[self.stages]
         return prices
 
     def to_grid(self, values: Floats) -> Floats:
@@ -44,12 +44,7 @@ class Formulation:
         # A basic solution is exact up to rounding; ratios within 1e-9 of a bound are that bound.
         values = np.where(values < 1e-9, 0.0, np.where(values > 1 - 1e-9, 1.0, values))
         grid[self.stages, self.microbatches] = values
-        # What passes the cap, by the solver's tolerance at most, comes off the ratios that are not 1: those make cuts.
-        partly = np.where(grid < 1.0, grid, 0.0)
-        over = grid.sum(axis=1) - self.limits.sums
-        for stage in np.flatnonzero((over > 0) & (partly.sum(axis=1) > over)):
-            grid[stage] -= partly[stage] * (over[stage] / partly[stage].sum())
-        return grid
+        return self.limits.trim(grid)
 
 
 def formulate(schedule: Schedule, model: CostModel, limits: Limits) -> Formulation:

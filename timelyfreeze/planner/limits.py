@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from timelyfreeze.planner.live import top_stage
+from timelyfreeze.planner.live import starved_places, top_stage, uneven_places
 from timelyfreeze.planner.model import Bools, CostModel, Floats, Ints
 from timelyfreeze.planner.options import ParameterLimits, PlanOptions
 
@@ -80,10 +80,39 @@ class Limits:
         whole = (self.most > 0) & (self.most_full > 0)[:, None]
         return np.where(whole, 1.0, self.most)
 
+    @property
+    def relative_prices(self) -> Floats:
+        """Prices where the dearest is 1: only their proportions count, and solvers fail on numbers such as 1e12."""
+        relative: Floats = self.prices / (self.prices.max() or 1.0)
+        return relative
+
     def freezing(self, ratios: Floats) -> Floats:
-        """The price of sets of ratios ``[..., num_stages, num_microbatches]``."""
-        price: Floats = (ratios.sum(axis=-1) * self.prices).sum(axis=-1)
+        """The price of sets of ratios ``[..., num_stages, num_microbatches]``, by relative prices."""
+        price: Floats = (ratios.sum(axis=-1) * self.relative_prices).sum(axis=-1)
         return price
+
+    def starved(self, model: CostModel, ratios: Floats) -> Bools:
+        """Where to unfreeze so that every parameter is live as often as it has to be, bool of the shape of ``ratios``.
+
+        Where there is such a place, the ratios without it have to be asked about again.
+        """
+        places = starved_places(model, ratios, self.live, is_exact=self.is_exact)
+        if self.is_even and not places.any():
+            places = uneven_places(model, ratios, self.live)
+        return places
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all parameters of every stage are to be live equally often."""
+        return bool((self.is_exact & (self.sums <= self.most.shape[1] - self.live + _ROUNDING)).all())
+
+    def trim(self, ratios: Floats) -> Floats:
+        """Take off what passes a stage's sum by the solver's tolerance; from ratios that are not 1: those make cuts."""
+        partly = np.where(ratios < 1.0, ratios, 0.0)
+        total = partly.sum(axis=1)
+        over = np.clip(ratios.sum(axis=1) - self.sums, 0.0, total)
+        trimmed: Floats = ratios - partly * (over / np.where(total > 0, total, 1.0))[:, None]
+        return trimmed
 
     def allow(self, ratios: Floats) -> bool:
         """Whether ratios ``[num_stages, num_microbatches]`` are within the limits on single places and on sums."""

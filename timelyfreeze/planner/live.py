@@ -61,19 +61,6 @@ def _spread(ratios: Floats, limits: Floats) -> Floats:
     return row
 
 
-def keep_live(model: CostModel, ratios: Floats, live: Floats, *, is_exact: Bools | None = None) -> Floats:
-    """Unfreeze what starves a parameter: in cut stages, the micro-batches with the smallest ratios train everything.
-
-    Args:
-        live, is_exact: as for ``starved_places``.
-
-    Returns:
-        ratios, nowhere larger, under which nothing starves that could be fed so.
-    """
-    mended: Floats = np.where(starved_places(model, ratios, live, is_exact=is_exact), 0.0, ratios)
-    return mended
-
-
 def starved_places(model: CostModel, ratios: Floats, live: Floats, *, is_exact: Bools | None = None) -> Bools:
     """Where to unfreeze so that the bottom of no stage starves, bool of the shape of ``ratios``.
 
@@ -94,6 +81,34 @@ def starved_places(model: CostModel, ratios: Floats, live: Floats, *, is_exact: 
     hungry = in_cut_stage & model.freezable & (ratios > _LIVE)
     rank = np.where(hungry, ratios, np.inf).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
     places: Bools = hungry & (rank < missing[:, None] - 1e-6)
+    return places
+
+
+def uneven_places(model: CostModel, ratios: Floats, live: Floats) -> Bools:
+    """Where to unfreeze so that masks can leave every parameter live equally often, bool of the shape of ``ratios``.
+
+    Micro-batches above their cut have to leave out what the cut stage's masks, which grow from the bottom up, keep. If
+    a parameter may be frozen in n_p more of them, their ratios can be met if and only if for every j the j largest sum
+    to no more than the sum over p of share_p min(j, n_p) (Gale, 1957). Where not, the cut stage's least ratio goes.
+
+    Args:
+        ratios: ``[num_stages, num_microbatches]``.
+        live: in how many micro-batches every parameter is to be live, ``[num_stages]``.
+    """
+    stages, cuts = np.arange(model.num_stages)[:, None], model.cuts(ratios)
+    partly = model.freezable & (ratios > _LIVE) & (ratios < FULL)
+    in_cut_stage, above = partly & (stages == cuts), partly & (stages > cuts)
+    whole = model.freezable & ((stages < cuts) | (ratios >= FULL))
+    places = np.zeros_like(partly)
+    for stage in np.flatnonzero(in_cut_stage.any(axis=1) & above.any(axis=1)):
+        room = model.num_microbatches - live[stage] - whole[stage].sum()
+        bottoms = np.sort(ratios[stage, in_cut_stage[stage]])
+        widths = np.diff(np.concatenate([[0.0], bottoms, [1.0]]))
+        left = room - np.arange(len(bottoms), -1, -1)  # for the parameters between two of the bottoms' ends
+        largest = np.cumsum(np.sort(ratios[stage, above[stage]])[::-1])
+        counts = np.arange(1, len(largest) + 1)
+        if (largest > np.minimum(left, counts[:, None]) @ widths + 1e-6).any():
+            places[stage, np.where(in_cut_stage[stage], ratios[stage], np.inf).argmin()] = True
     return places
 
 

@@ -23,6 +23,7 @@ from timelyfreeze.planner.solve_lp import minimize_lp
 from timelyfreeze.schedule import Schedule
 
 _ROUNDING = 1e-6  # of a makespan beside a target
+_LEAST_BOUND_S = 1.0  # the bound gets so long even where the time is up
 
 OnBetter = Callable[[Plan], None]
 
@@ -122,7 +123,8 @@ class Planner:
 
         Args:
             options: from now on, instead of those so far.
-            is_stopped: asked about twice a second, from the thread that solves; True ends it with PlanError.
+            is_stopped: asked about twice a second, but not while the bound is worked on, from the thread that solves;
+                True ends it with PlanError.
             on_better: in mode ``"cut"``, told of a first plan at once (its ``objective_s`` is 0: no bound is known yet)
                 and of better ones as the search goes on.
 
@@ -158,7 +160,7 @@ class Planner:
         except StoppedError:
             raise PlanError(problem("planning was stopped before it ended")) from None
         plan = as_plan(ratios, objective_s)
-        self._refuse_target(plan)
+        self._refuse_target(plan, limits)
         return plan
 
     def _solve_lp(self, model: CostModel, limits: Limits) -> tuple[Floats, float]:
@@ -177,10 +179,15 @@ class Planner:
         shortest_s = min(max(shortest_s, model.frozen_makespan()), unfrozen_s)
         promised_s = min(max(shortest_s, target_s), unfrozen_s)
         ratios = formulation.to_grid(values)
-        if target_s > shortest_s:
-            # The caps bind no longer: what is dealt out by micro-batch stays the amount that the program chose.
-            limits = replace(limits, sums=np.minimum(limits.sums, ratios.sum(axis=1)))
-        return choose_ratios(model, ratios, limits, target_s=promised_s), promised_s
+        least = np.minimum(limits.sums, ratios.sum(axis=1))
+        # Above the least makespan the caps do not bind: what is dealt out by whole micro-batches is the amount that the
+        # program chose, or as little more as reaches the target.
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0) if target_s > shortest_s else (1.0,):
+            allowed = replace(limits, sums=least + share * (limits.sums - least))
+            chosen = choose_ratios(model, ratios, allowed, target_s=promised_s)
+            if model.makespans(chosen[None])[0] <= target_s * (1 + _ROUNDING):
+                break
+        return chosen, promised_s
 
     def _solve_cut(
         self,
@@ -193,10 +200,12 @@ class Planner:
         ends_s = time.monotonic() + self._time_limit_s
         # With the linear program's plan among those it begins with, no plan with cuts is slower than that.
         plans = [self._solve_lp(model, limits)[0]]
-        if self._last is not None and limits.allow(self._last):
+        if self._last is not None and limits.allow(self._last) and not limits.starved(model, self._last).any():
             plans.append(self._last)
-        on_better(plans[-1], 0.0)
-        bound_s = relaxation_bound(self.schedule, model, limits, self._solver)
+        on_better(min(plans, key=lambda ratios: float(model.makespans(ratios[None])[0])), 0.0)
+        bound_s = relaxation_bound(
+            self.schedule, model, limits, time_limit_s=max(ends_s - time.monotonic(), _LEAST_BOUND_S)
+        )
         programs = FixedCuts(self.schedule, model, limits, self._solver)
 
         def search(target_s: float, plans: list[Floats]) -> Found:
@@ -219,28 +228,26 @@ class Planner:
 
     def _reaches_target(self, plan: Plan) -> bool:
         target_s = self.options.target_makespan_s
-        reached_s = plan.objective_s if plan.mode == "lp" else plan.makespan_s
-        return target_s is None or reached_s <= target_s * (1 + 1e-6)
+        return target_s is None or plan.makespan_s <= target_s * (1 + _ROUNDING)
 
-    def _refuse_target(self, plan: Plan) -> None:
+    def _refuse_target(self, plan: Plan, limits: Limits) -> None:
         """Raise PlanError where the plan that was found is slower than the target; says what stands against it."""
-        target_s = self.options.target_makespan_s
-        reached_s = plan.objective_s if plan.mode == "lp" else plan.makespan_s
-        if target_s is None or reached_s <= target_s * (1 + _ROUNDING):
+        if self._reaches_target(plan):
             return
-        num_microbatches = self.schedule.num_microbatches
+        totals = [0.0] * self.schedule.num_stages
+        for action, ratio in plan.ratios.items():
+            totals[action.stage] += ratio
         binding = [
-            f"stage {stage}"
-            for stage in range(self.schedule.num_stages)
-            if sum(ratio for action, ratio in plan.ratios.items() if action.stage == stage)
-            >= self.options.cap(stage, num_microbatches) * num_microbatches - 1e-6
+            f"the cap of stage {action.stage} binds first"
+            for action in plan.ratios
+            if totals[action.stage] >= limits.sums[action.stage] - _ROUNDING
         ]
         raise PlanError(
             problem(
                 "target_makespan_s cannot be reached within the caps",
-                expected=f"at least {reached_s:.6g} s, the best plan found; none is below {plan.objective_s:.6g} s",
+                expected=f"at least {plan.makespan_s:.6g} s, the best plan's (bound: {plan.objective_s:.6g} s)",
                 got=f"{self.options.target_makespan_s:.6g} s",
-                where=f"the cap of {binding[0]} binds first" if binding else "no cap binds: all else takes as long",
+                where=binding[0] if binding else "no cap binds: all else takes as long",
                 hint="Raise the caps or the target.",
             )
         )

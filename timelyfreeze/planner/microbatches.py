@@ -48,6 +48,8 @@ def choose_microbatches(
     ranks = num_stages if num_ranks is None else num_ranks
     if type(live_microbatches) is not int or live_microbatches < 1:
         raise ValueError(problem("live_microbatches", expected="a whole number from 1", got=repr(live_microbatches)))
+    if ranks < 1 or num_stages % ranks:
+        raise ValueError(problem("num_ranks", expected=f"a divisor of the {num_stages} stages", got=ranks))
     most = live_microbatches + num_stages if max_microbatches is None else max_microbatches
     best: Plan | None = None
     refusal: ValueError | None = None

@@ -51,7 +51,7 @@ def neighbour_cuts(cuts: Ints, model: CostModel, limits: Limits) -> tuple[Ints, 
     kinds = [
         (first < second) & (low != high),
         (first != second) & (low < top) & (high > base),
-        (first != second) & (low < top) & (high > max(base, 0)) & (low + 1 < top),
+        (first != second) & (low < top) & (high > base) & (low + 1 < top),
     ]
     new_first = [high, low + 1, np.full_like(low, top)]
     new_second = [low, high - 1, np.full_like(low, base)]

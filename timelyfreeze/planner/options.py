@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from timelyfreeze.errors import problem, raise_all
+from timelyfreeze.schedule.checks import is_number
 
 MODES = ("cut", "lp")
 _BY_STAGE = ("stage_max_ratio", "weights", "parameter_limits")
@@ -124,13 +125,13 @@ class PlanOptions:
         faults = [
             problem(name, expected="a number in [0, 1]", got=repr(value))
             for name, value in shares.items()
-            if not _is_number(value) or not 0 <= value <= 1
+            if not is_number(value) or not 0 <= value <= 1
         ]
         faults += [
             problem(f"{name}[{key!r}]", expected="a finite number, at least 0", got=repr(price))
             for name in ("weights", "parameter_weights")
             for key, price in (getattr(self, name) or {}).items()
-            if not _is_number(price) or not 0 <= price < math.inf
+            if not is_number(price) or not 0 <= price < math.inf
         ]
         for name in _BY_STAGE:
             odd = [stage for stage in getattr(self, name) or () if type(stage) is not int or stage < 0]
@@ -146,7 +147,7 @@ class PlanOptions:
         if self.mode not in MODES:
             faults.append(problem("unknown mode", expected=f"one of {', '.join(MODES)}", got=repr(self.mode)))
         target, live = self.target_makespan_s, self.live_microbatches
-        if target is not None and not (_is_number(target) and 0 < target < math.inf):
+        if target is not None and not (is_number(target) and 0 < target < math.inf):
             faults.append(problem("target_makespan_s", expected="seconds above 0, or None", got=repr(target)))
         if live is not None and (type(live) is not int or live < 1):
             faults.append(problem("live_microbatches", expected="a whole number from 1, or None", got=repr(live)))
@@ -191,7 +192,3 @@ class PlanOptions:
             )
         raise_all(ValueError, faults)
         return [self.cap(stage, num_microbatches) for stage in range(num_stages)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

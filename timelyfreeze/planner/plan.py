@@ -23,6 +23,7 @@ from timelyfreeze.schedule.graph import graph_of
 
 _FORMAT = "timelyfreeze-plan"
 _VERSION = 2
+_SAME = 1e-7  # makespans this close, relatively, are equal: the solver's own tolerance
 _TIMES = ("makespan_s", "objective_s", "unfrozen_makespan_s", "frozen_makespan_s")
 
 
@@ -114,9 +115,23 @@ class Plan:
         return self.options.live_microbatches
 
     @property
-    def gap_ratio(self) -> float:
-        """By how much another plan could be faster at most: makespan_s / objective_s - 1; 0 where there is no bound."""
-        return self.makespan_s / self.objective_s - 1.0 if self.objective_s > 0 else 0.0
+    def gap_ratio(self) -> float | None:
+        """By how much another plan could be faster at most: makespan_s / objective_s - 1; None without a bound."""
+        return self.makespan_s / self.objective_s - 1.0 if self.objective_s > 0 else None
+
+    @property
+    def freezing(self) -> float:
+        """The price of its ratios: their sum, each weighed by its stage's price."""
+        prices = self.options.weights or {}
+        return sum(prices.get(action.stage, 1.0) * ratio for action, ratio in self.ratios.items())
+
+    def beats(self, other: Plan) -> bool:
+        """Whether it is faster, down to its target; or as fast and freezes less."""
+        target_s = self.options.target_makespan_s or 0.0
+        mine, theirs = max(self.makespan_s, target_s), max(other.makespan_s, target_s)
+        if abs(mine - theirs) > _SAME * theirs:
+            return mine < theirs
+        return self.freezing < other.freezing - 1e-6
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, to be read by people too; floats keep every bit."""

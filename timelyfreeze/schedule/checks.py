@@ -25,6 +25,15 @@ def is_time(value: object) -> bool:
         return False
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is a plain number; True and False are none.
+
+    >>> is_number(1), is_number(0.5), is_number(True), is_number("1")
+    (True, True, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def some(texts: Sequence[str]) -> str:
     """The first few texts, and how many there are besides.
 
