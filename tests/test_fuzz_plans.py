@@ -29,6 +29,8 @@ NUM_SHORT_BLOCKS = 6
 # that program freezes all but 1e-4 of a stage so that it does not count as cut and starves nothing in the next one.
 WORST_GAP_RATIO = 0.31
 MOST_WITH_A_GAP = 3  # in one block
+# Of plans for a target about one in a hundred freezes over 2 % more than the least; a block has about seven.
+MOST_DEAR = 2
 
 BLOCKS = [
     pytest.param(block, marks=() if block < NUM_SHORT_BLOCKS else pytest.mark.long, id=f"from-{block * NUM_IN_BLOCK}")
@@ -102,7 +104,7 @@ def test_targets_are_reached_with_the_least_freezing_or_refused(block: int) -> N
             assert price(plan) == 0
 
     on_every_case(block, check)
-    assert len(dear) <= 1, "about one case in a hundred is dearer than the optimum"
+    assert len(dear) <= MOST_DEAR
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -99,8 +99,8 @@ def live_chances(
 
     Weighted by the shares, a micro-batch's chances have the mean 1 - ratio. A parameter's chances add up to the sum of
     1 - ratio, as far as the micro-batches above their cut can make up for the others and keep to their ratios; whatever
-    these are, to ``num_live`` (None: as many whole micro-batches as there are in that sum). With ``groups`` they add up to at
-    least 1 - cap for each micro-batch, whatever the ratios are, and the cheapest parameters are frozen most.
+    these are, to ``num_live`` (None: as many whole micro-batches as there are in that sum). With ``groups`` they add up
+    to at least 1 - cap for each micro-batch, whatever the ratios are, and the cheapest parameters are frozen most.
 
     >>> quarters = np.full(4, 0.25)
     >>> live_chances(quarters, np.cumsum(quarters) - 0.25, np.array([0.75, 0.25]), np.array([True, False])).tolist()
@@ -124,17 +124,14 @@ def live_chances(
         needs = len(free) - _frozen_counts(shares, groups, len(ratios) * groups.max_ratio - frozen, ratios[free])
         wishes = needs
     for num_left, microbatch in zip(range(len(free), 0, -1), free, strict=True):
-        least = np.clip(needs - (num_left - 1), 0.0, 1.0)  # the others cannot give it more than one each
-        most = np.maximum(np.clip(wishes, 0.0, 1.0), least)
-        room = shares @ (most - least)
-        missing = (1.0 - ratios[microbatch]) - shares @ least
-        filled = np.clip(missing / room, 0.0, 1.0) if room > 0 else 0.0
-        chances[microbatch] = least + filled * (most - least)
-        # What nobody wishes for is trained all the same: so the ratio, and the time, is met.
-        spare = 1.0 - chances[microbatch]
-        too_few = (1.0 - ratios[microbatch]) - shares @ chances[microbatch]
-        if groups is None and too_few > 0 and shares @ spare > 0:
-            chances[microbatch] += spare * min(too_few / (shares @ spare), 1.0)
+        live_share = 1.0 - ratios[microbatch]
+        # What the others cannot give, no more than one each: first of what has to be, then of what is wished for; then
+        # the rest of the wishes; then, so that the ratio and the time are met, what nobody wishes for.
+        chance = np.clip(needs - (num_left - 1), 0.0, 1.0)
+        levels = [np.clip(wishes - (num_left - 1), 0.0, 1.0), np.clip(wishes, 0.0, 1.0)]
+        for level in levels if groups is not None else [*levels, np.ones_like(shares)]:
+            chance = _raised(chance, np.maximum(chance, level), shares, live_share)
+        chances[microbatch] = chance
         needs, wishes = needs - chances[microbatch], wishes - chances[microbatch]
     if groups is not None:
         # While one plan gives way to another, or where more parameters train than were planned for, it may be too much.
@@ -142,6 +139,14 @@ def live_chances(
         frozen = np.maximum((1.0 - chances).sum(axis=0), most)
         chances = 1.0 - (1.0 - chances) * (most / np.maximum(frozen, np.finfo(np.float64).tiny))
     return chances
+
+
+def _raised(low: Floats, high: Floats, shares: Floats, live_share: float) -> Floats:
+    """Chances between two sets of them whose mean is ``live_share``, or as near as there are."""
+    room = shares @ (high - low)
+    part = np.clip((live_share - shares @ low) / room, 0.0, 1.0) if room > 0 else 0.0
+    raised: Floats = low + part * (high - low)
+    return raised
 
 
 def _frozen_counts(shares: Floats, groups: StageGroups, room: Floats, ratios: Floats) -> Floats:

@@ -40,6 +40,11 @@ class FixedCuts:
         self._numbers[self._stages, self._microbatches] = np.arange(len(self._stages))
         self._by_stage = [np.flatnonzero(self._stages == stage) for stage in range(model.num_stages)]
         self._prices = limits.relative_prices[self._stages]
+        # The lowest stage from each one up that trains, by micro-batch: a cut passes stages that have nothing to train.
+        self._training = np.full((model.num_stages + 1, model.num_microbatches), model.num_stages)
+        for stage in reversed(range(model.num_stages)):
+            trains = model.freezable[stage] | model.always_trains[stage]
+            self._training[stage] = np.where(trains, stage, self._training[stage + 1])
 
     def solve(self, cuts: Ints, most: Floats, *, target_s: float = 0.0, is_exact: bool = False) -> Floats | None:
         """The ratios ``[num_stages, num_microbatches]`` of the fastest plan with at least these cuts.
@@ -85,6 +90,7 @@ class FixedCuts:
 
     def _problem(self, cuts: Ints, most: Floats) -> Problem | None:
         model, limits, nodes = self._model, self._limits, self._model.nodes
+        cuts = self._training[cuts, np.arange(model.num_microbatches)]
         cut = cuts[nodes.microbatch]
         skipped = nodes.is_backward & (nodes.stage < cut)
         at_cut = nodes.is_backward & (nodes.stage == cut) & model.freezable[nodes.stage, nodes.microbatch]
@@ -146,7 +152,7 @@ class _Relaxation:
         self._before, self._after = row_nodes(graph_of(schedule))
         num, places = len(model.upper_s), model.freezable.size
         self.makespan = num
-        self.scale_s = float(model.upper_s.max()) or 1.0
+        self.scale_s = float(max(model.upper_s.max(), model.transfer_s.max())) or 1.0
         self._columns = num + 1 + np.arange(3 * places).reshape(3, *model.freezable.shape)
         self._rows: list[tuple[Ints, Floats]] = []
         self._limits_of_rows: list[tuple[float, float]] = []

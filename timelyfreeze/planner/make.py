@@ -139,6 +139,7 @@ class Planner:
             self.options, self._last = options, None
         model = CostModel(self.schedule, costs)
         limits = Limits.of_options(model, self.options)
+        target_s = self.options.target_makespan_s or 0.0
         self._solver.is_stopped = is_stopped
 
         def as_plan(ratios: Floats, objective_s: float = 0.0) -> Plan:
@@ -154,22 +155,21 @@ class Planner:
                 ratios = np.zeros(model.freezable.shape)
                 objective_s = float(model.makespans(ratios[None])[0])
             elif self.options.mode == "lp":
-                ratios, objective_s = self._solve_lp(model, limits)
+                ratios, objective_s = self._solve_lp(model, limits, target_s)
             else:
-                ratios, objective_s = self._solve_cut(model, limits, is_stopped, tell)
+                ratios, objective_s = self._solve_cut(model, limits, target_s, is_stopped, tell)
         except StoppedError:
             raise PlanError(problem("planning was stopped before it ended")) from None
         plan = as_plan(ratios, objective_s)
         self._refuse_target(plan, limits)
         return plan
 
-    def _solve_lp(self, model: CostModel, limits: Limits) -> tuple[Floats, float]:
+    def _solve_lp(self, model: CostModel, limits: Limits, target_s: float) -> tuple[Floats, float]:
         """Ratios ``[num_stages, num_microbatches]``, and the time in seconds that the linear program promises."""
         formulation = formulate(self.schedule, model, limits)
         start = None
         if self._basis is not None and np.array_equal(self._basis[1], model.freezable):
             start = self._basis[0]
-        target_s = self.options.target_makespan_s or 0.0
         values, shortest_s = minimize_lp(
             self._solver, formulation.problem, formulation.prices, start, target_s=target_s
         )
@@ -193,13 +193,14 @@ class Planner:
         self,
         model: CostModel,
         limits: Limits,
+        target_s: float,
         is_stopped: Callable[[], bool],
         on_better: Callable[[Floats, float], None],
     ) -> tuple[Floats, float]:
         """Ratios ``[num_stages, num_microbatches]``, and a lower bound of the makespan within the same limits."""
         ends_s = time.monotonic() + self._time_limit_s
         # With the linear program's plan among those it begins with, no plan with cuts is slower than that.
-        plans = [self._solve_lp(model, limits)[0]]
+        plans = [self._solve_lp(model, limits, target_s)[0]]
         if self._last is not None and limits.allow(self._last) and not limits.starved(model, self._last).any():
             plans.append(self._last)
         on_better(min(plans, key=lambda ratios: float(model.makespans(ratios[None])[0])), 0.0)
@@ -218,11 +219,11 @@ class Planner:
                 on_better=lambda found: on_better(found.ratios, min(bound_s, found.makespan_s)),
             ).run(self._effort, plans)
 
-        target_s = self.options.target_makespan_s or 0.0
         found = search(target_s, plans)
         if target_s and found.makespan_s > target_s * (1 + _ROUNDING):
-            # What the fastest plan reaches can be reached; the way to it may lead through other plans.
-            found = search(target_s, [*plans, search(0.0, plans).ratios])
+            # What the plan without a target reaches can be reached; the way to it may lead through other plans.
+            fastest = search(0.0, [self._solve_lp(model, limits, 0.0)[0], *plans[1:]])
+            found = search(target_s, [*plans, fastest.ratios])
         self._last = found.ratios
         return found.ratios, min(bound_s, found.makespan_s)
 
