@@ -329,7 +329,7 @@ def test_costs_of_another_form_are_named(tmp_path: Path, capsys: pytest.CaptureF
         assert str(path) in error
     schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=1)
     ActionCosts.uniform(schedule, forward_s=1.0, backward_s=2.0, frozen_backward_s=1.0).save(path)
-    assert "stage 2 F" in refuse(capsys, "--costs", str(path), "--ranks", "3")
+    assert "another model: expected 3 stages, got 2" in refuse(capsys, "--costs", str(path), "--ranks", "3")
 
 
 def test_planning_starts_without_torch(tmp_path: Path) -> None:

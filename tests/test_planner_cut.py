@@ -187,7 +187,7 @@ def test_the_least_freezing_that_reaches_a_time(target_s: float) -> None:
 def test_a_target_out_of_reach_names_what_stands_against_it() -> None:
     schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=8)
     costs = published_costs(schedule, 15, 43, 20)
-    for mode, least in (("cut", "397.3"), ("lp", "414.5")):
+    for mode, least in (("cut", "397.3"), ("lp", "429.5")):
         with pytest.raises(PlanError, match=rf"cannot be reached within the caps: expected at least {least}.*stage"):
             make_plan(schedule, costs, 0.3, mode, target_makespan_s=300.0)
 

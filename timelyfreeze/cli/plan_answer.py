@@ -160,7 +160,7 @@ def answer(case: PlanCase, request: PlanRequest) -> PlanAnswer:
     fewer = None
     if request.live_microbatches is None and case.is_named:
         # A plan that reaches its target, or its optimum, below the cap leaves more live than the cap does.
-        number = max(fewer_microbatches(own, max(plan_caps(plan))), ceil(planned.live - 1e-9))
+        number = max(fewer_microbatches(own, max(plan_caps(plan))), ceil(planned.live - 1e-6))
         fewer = steps.step(number, "fewer")
         fewer = fewer if fewer is not None and fewer.num_microbatches < own else None
     return PlanAnswer(plan, plain, planned, fewer, _frozen(plan), steps.time_s(planned.live) if case.is_named else None)

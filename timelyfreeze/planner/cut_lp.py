@@ -15,7 +15,7 @@ import numpy as np
 from timelyfreeze.errors import PlanError
 from timelyfreeze.planner.highs import HighsSolver, relaxed_optimum
 from timelyfreeze.planner.limits import Limits
-from timelyfreeze.planner.lp import Budget, Problem, SparseLp, build_lp, critical_path_basis, row_nodes
+from timelyfreeze.planner.lp import Budget, Problem, SparseLp, build_lp, row_nodes
 from timelyfreeze.planner.model import CostModel, Floats, Ints
 from timelyfreeze.schedule import Schedule
 from timelyfreeze.schedule.graph import graph_of
@@ -76,7 +76,7 @@ class FixedCuts:
         makespan, ratios = lp.makespan, slice(lp.makespan + 1, None)
         price = np.zeros(len(lp.cost))
         price[ratios] = self._prices
-        solver.load(replace(lp, cost=lp.cost + _WEIGHT * price), critical_path_basis(problem))
+        solver.load(replace(lp, cost=lp.cost + _WEIGHT * price))
         values = solver.minimize()
         target = target_s / lp.scale_s
         if values[makespan] < target or is_exact:

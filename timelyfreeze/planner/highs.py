@@ -10,15 +10,31 @@ import numpy as np
 from highspy._core import _Highs
 
 from timelyfreeze.errors import PlanError, problem
-from timelyfreeze.planner.lp import SparseLp, Statuses
+from timelyfreeze.planner.lp import SparseLp
 from timelyfreeze.planner.model import Floats
 
 # The simplex runs in slices, between which it can be told to stop and from which it goes on where it was. HiGHS's own
-# interrupt needs a Python callback, and so the GIL, at every pivot.
-_SLICE_S = 0.5
-_DEVEX = 1  # dual edge weights: exact ones cost a solve a row when the basis is not all slacks
+# interrupt needs a Python callback, and so the GIL, at every pivot. Slices of pivots, not of time: the same input goes
+# the same way. So many take up to 0.7 s on the largest programs.
+_SLICE_PIVOTS = 2000
+_NO_LIMIT = 2**31 - 1
+# Where no vertex is known to start from, programs with more rows than this go to the interior point first: 1F1B 32 x
+# 128 with transfers, 14,944 rows, takes 3.7 to 6.3 s, all solves together; by the simplex alone 5.7 to 13.7 s.
+_MOST_SIMPLEX_ROWS = 10_000
+# Rows and bounds hold this exactly, in units of the longest action. With HiGHS's own 1e-7 ratios passed their limits by
+# 7e-7 in random cases where 1e-7 of the longest action is much for others.
+TOLERANCE = 1e-9
 _PRIMAL, _DUAL = 4, 1
-_STATUS = (highspy.HighsBasisStatus.kLower, highspy.HighsBasisStatus.kBasic, highspy.HighsBasisStatus.kUpper)
+_OPTIONS: dict[str, bool | int | float | str] = {
+    "output_flag": False,
+    "parallel": "off",
+    "presolve": "off",  # ``build_lp`` does what would help, and a slice of the presolved program could not be resumed
+    "simplex_dual_edge_weight_strategy": 1,  # Devex: exact weights cost a solve a row when the basis is not all slacks
+    # HiGHS's random changes of costs, against ties, are in proportion to the largest cost, which is the makespan's; the
+    # prices of ratios are 1e-4 beside it and break most ties themselves. At 1, 32 x 128 needs up to twice the pivots.
+    "dual_simplex_cost_perturbation_multiplier": 0.1,
+    "primal_feasibility_tolerance": TOLERANCE,
+}
 
 Basis = Any  # highspy.HighsBasis; opaque outside this file
 
@@ -33,21 +49,18 @@ class HighsSolver:
     def __init__(self, *, time_limit_s: float) -> None:
         # The base class: highspy.Highs prints a banner as it is made, and calls back into Python at every pivot.
         self._highs: Any = _Highs()
-        self._highs.setOptionValue("output_flag", False)
-        self._highs.setOptionValue("parallel", "off")
-        self._highs.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
+        for name, value in _OPTIONS.items():
+            self._highs.setOptionValue(name, value)
         self._time_limit_s = time_limit_s
+        self._is_large = False
         self.is_stopped: Callable[[], bool] = lambda: False  # asked between two slices
 
-    def load(self, lp: SparseLp, start: Statuses | Basis) -> None:
-        """Take a new program, to be solved from a start: statuses of (columns, rows), or what ``basis()`` gave."""
+    def load(self, lp: SparseLp, start: Basis | None = None) -> None:
+        """Take a new program, to be solved from what ``basis()`` gave for a similar one, or from nothing."""
         _pass(self._highs, lp)
-        basis = start
-        if isinstance(start, tuple):
-            basis = highspy.HighsBasis()
-            basis.col_status, basis.row_status = ([_STATUS[code] for code in codes.tolist()] for codes in start)
-            basis.valid = True
-        self._highs.setBasis(basis)  # a start that does not fit is only slower: HiGHS then takes its own
+        # A start that does not fit is refused; HiGHS then begins with every row slack, which is dual feasible here.
+        is_taken = start is not None and self._highs.setBasis(start) == highspy.HighsStatus.kOk
+        self._is_large = not is_taken and len(lp.row_lower) > _MOST_SIMPLEX_ROWS
 
     def set_costs(self, cost: Floats) -> None:
         """Minimise another sum of the columns."""
@@ -68,12 +81,15 @@ class HighsSolver:
             StoppedError: ``is_stopped`` said so between two slices.
         """
         self._highs.setOptionValue("simplex_strategy", _PRIMAL if from_feasible else _DUAL)
-        status = self._run()
+        status = self._run("ipx" if self._is_large else "simplex")
+        self._is_large = False  # there is a vertex now
         if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
             # A basis can turn out singular or stall; HiGHS's own start with presolve does not depend on it.
             self._highs.clearSolver()
             self._highs.setOptionValue("simplex_strategy", _DUAL)
-            status = self._run()
+            self._highs.setOptionValue("presolve", "on")
+            status = self._run("simplex", num_pivots=_NO_LIMIT)
+            self._highs.setOptionValue("presolve", "off")
         if status != highspy.HighsModelStatus.kOptimal:
             text = self._highs.modelStatusToString(status)
             raise PlanError(problem("the linear program was not solved", expected="an optimum", got=text))
@@ -83,20 +99,22 @@ class HighsSolver:
         """Where the last solve ended, to start a similar program from."""
         return self._highs.getBasis()
 
-    def _run(self) -> highspy.HighsModelStatus:
-        begin = self._highs.getRunTime()
-        while True:
+    def _run(self, solver: str, num_pivots: int = _SLICE_PIVOTS) -> highspy.HighsModelStatus:
+        """Solve, slice by slice. The interior point, which ends at a vertex as well, is one slice."""
+        end = self._highs.getRunTime() + self._time_limit_s
+        self._highs.setOptionValue("time_limit", end)
+        self._highs.setOptionValue("simplex_iteration_limit", num_pivots)
+        status = highspy.HighsModelStatus.kIterationLimit
+        while status == highspy.HighsModelStatus.kIterationLimit:
             if self.is_stopped():
                 raise StoppedError
-            now = self._highs.getRunTime()
-            left = self._time_limit_s - (now - begin)
-            if left <= 0:
+            if self._highs.getRunTime() >= end:
                 return highspy.HighsModelStatus.kTimeLimit
-            self._highs.setOptionValue("time_limit", now + min(_SLICE_S, left))
+            self._highs.setOptionValue("solver", solver)
             self._highs.run()
-            status: highspy.HighsModelStatus = self._highs.getModelStatus()
-            if status != highspy.HighsModelStatus.kTimeLimit:
-                return status
+            status = self._highs.getModelStatus()
+            solver = "simplex"
+        return status
 
 
 def relaxed_optimum(lp: SparseLp, time_limit_s: float) -> float | None:

@@ -170,10 +170,10 @@ class Planner:
         start = None
         if self._basis is not None and np.array_equal(self._basis[1], model.freezable):
             start = self._basis[0]
-        values, shortest_s = minimize_lp(
+        values, shortest_s, basis = minimize_lp(
             self._solver, formulation.problem, formulation.prices, start, target_s=target_s
         )
-        self._basis = (self._solver.basis(), model.freezable)
+        self._basis = (basis, model.freezable)
         unfrozen_s = float(model.makespans(np.zeros((1, *model.freezable.shape)))[0])
         # The optimum lies between the two by definition; the solver's tolerance must not say otherwise.
         shortest_s = min(max(shortest_s, model.frozen_makespan()), unfrozen_s)
