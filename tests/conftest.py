@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# The same examples everywhere and no deadline on a busy machine; `--hypothesis-profile=random` looks for new ones.
+settings.register_profile("random", deadline=None)
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.load_profile("fixed")
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_prices_of_parameters_make_the_stages_price() -> None:
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_chances_keep_the_caps_whatever_the_ratios(data: st.DataObject) -> None:
     num, num_microbatches = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))

@@ -98,7 +98,7 @@ def test_frozen_work_meets_the_ratio_in_expectation(policy: str, ratio: float) -
     assert (error <= 4 * standard_error + 1e-9).all(), (error, standard_error)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     work_s=st.lists(st.sampled_from([0.0, 1e-6, 1.0, 3.0, 50.0]), min_size=1, max_size=12),
     ratio=st.floats(0.0, 1.0),

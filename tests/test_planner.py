@@ -253,14 +253,14 @@ def check_random_plan(seed: int, cap: float) -> None:
     check_plan(make_plan(schedule, random_costs(schedule, draw), cap))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(min_value=0), st.floats(0, 1))
 def test_random_plans(seed: int, cap: float) -> None:
     check_random_plan(seed, cap)
 
 
 @pytest.mark.long
-@settings(max_examples=5_000, deadline=None)
+@settings(max_examples=5_000)
 @given(st.integers(min_value=0), st.floats(0, 1))
 def test_random_plans_long(seed: int, cap: float) -> None:
     check_random_plan(seed, cap)

@@ -235,13 +235,13 @@ def test_mutants_are_refused_exactly_where_workers_would_hang_or_miss_work() -> 
 
 
 @pytest.mark.long
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=20_000)
 @given(st.integers(min_value=0))
 def test_mutants_long(seed: int) -> None:
     check_mutants(seed)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.lists(

@@ -125,12 +125,11 @@ def live_chances(
         wishes = needs
     for num_left, microbatch in zip(range(len(free), 0, -1), free, strict=True):
         live_share = 1.0 - ratios[microbatch]
-        # What the others cannot give, no more than one each: first of what has to be, then of what is wished for; then
-        # the rest of the wishes; then, so that the ratio and the time are met, what nobody wishes for.
-        chance = np.clip(needs - (num_left - 1), 0.0, 1.0)
-        levels = [np.clip(wishes - (num_left - 1), 0.0, 1.0), np.clip(wishes, 0.0, 1.0)]
-        for level in levels if groups is not None else [*levels, np.ones_like(shares)]:
-            chance = _raised(chance, np.maximum(chance, level), shares, live_share)
+        # What the others cannot give, no more than one each, has to be. Then of what is wished for, most to those that
+        # wish for most: so the ratios are met if they can be (Gale, 1957). Then, so that the ratio and the time are
+        # met, what nobody wishes for.
+        forced = np.clip(needs - (num_left - 1), 0.0, 1.0)
+        chance = _levelled(forced, wishes, shares, live_share, 0.0 if groups is not None else -np.inf)
         chances[microbatch] = chance
         needs, wishes = needs - chances[microbatch], wishes - chances[microbatch]
     if groups is not None:
@@ -141,12 +140,26 @@ def live_chances(
     return chances
 
 
-def _raised(low: Floats, high: Floats, shares: Floats, live_share: float) -> Floats:
-    """Chances between two sets of them whose mean is ``live_share``, or as near as there are."""
-    room = shares @ (high - low)
-    part = np.clip((live_share - shares @ low) / room, 0.0, 1.0) if room > 0 else 0.0
-    raised: Floats = low + part * (high - low)
-    return raised
+def _levelled(forced: Floats, wishes: Floats, shares: Floats, live_share: float, least: float) -> Floats:
+    """Chances whose mean is ``live_share``, or as near as there are: wishes down to one level, at most 1 each.
+
+    Args:
+        forced: the chances are at least these.
+        least: the level sinks no lower.
+    """
+
+    def above(level: float) -> Floats:
+        return np.maximum(forced, np.clip(wishes - level, 0.0, 1.0))
+
+    low, high = max(least, wishes.min(initial=0.0) - 1.0), wishes.max(initial=0.0)
+    for _ in range(_BITS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if shares @ above(middle) > live_share else (low, middle)
+    fewest, most = above(high), above(low)
+    room = shares @ (most - fewest)
+    part = np.clip((live_share - shares @ fewest) / room, 0.0, 1.0) if room > 0 else 0.0
+    levelled: Floats = fewest + part * (most - fewest)
+    return levelled
 
 
 def _frozen_counts(shares: Floats, groups: StageGroups, room: Floats, ratios: Floats) -> Floats:
