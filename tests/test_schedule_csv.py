@@ -64,13 +64,7 @@ def test_bad_cells_name_row_and_column(tmp_path: Path) -> None:
     assert "row 2, column 3: 'oops' is not an action" in message
     assert "row 3, column 1: '9x' is not an action" in message
     assert "such as 0F1" in message
-
-
-def test_communication_and_overlap_cells_are_explained(tmp_path: Path) -> None:
-    message = refused(tmp_path, "0F0,0SEND_F0,0UNSHARD,(0F1;1B0)OVERLAP_F_B\n")
-    assert "row 1, column 2: '0SEND_F0' moves data; export the compute-only form" in message
-    assert "row 1, column 3" in message
-    assert "row 1, column 4: '(0F1;1B0)OVERLAP_F_B' is a pair of overlapped actions" in message
+    assert "such as 0SEND_F1" in message
 
 
 def test_faults_of_the_schedule_name_row_and_column_too(tmp_path: Path) -> None:

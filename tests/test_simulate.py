@@ -97,6 +97,26 @@ def test_a_skipped_backward_takes_no_time_and_nothing_is_sent_to_it() -> None:
     assert timeline.makespan_s == timeline.end_s[Action.parse("1B1")] == 8.0
 
 
+def test_idle_time_counts_from_the_first_action_to_the_last() -> None:
+    """Rank 1 starts at 1.5 and ends at 6.5, and is busy all along; rank 0 waits from 2 to 5 and from 7 to 8.
+
+    rank 0 | 0F0 0F1         0B0 0B1
+    rank 1 |     1F0 1B0--- 1F1 1B1---        (B takes 2, F takes 1, a transfer 0.5)
+    """
+    schedule = create_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    timeline = simulate(schedule, times(schedule, F=1, B=2), transfer_s=0.5)
+    assert timeline.idle_s == [4.0, 0.0]
+    assert simulate(schedule, times(schedule, F=0, B=0)).idle_s == [0.0, 0.0]
+
+
+def test_idle_time_where_a_rank_starts_late_and_ends_early() -> None:
+    """Rank 1 holds the upper stages; what it waits before 1F0 and after 1B0 is not its own window."""
+    schedule = Schedule([["0F0", "0B0"], ["1F0", "1B0"]])
+    assert simulate(schedule, times(schedule, F=1, B=1)).idle_s == [2.0, 0.0]
+    split = Schedule([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
+    assert simulate(split, times(split, F=1, I=1, W=5)).idle_s == [2.0, 0.0]
+
+
 def plain_start_times(
     schedule: Schedule, durations: Mapping[Action, float], transfer: float | Mapping[tuple[int, int], float]
 ) -> dict[Action, float]:
@@ -122,6 +142,9 @@ def test_equal_to_relaxing_every_edge() -> None:
         assert timeline.start_s == pytest.approx(expected, rel=1e-12, abs=1e-15)
         assert timeline.makespan_s == max(timeline.end_s.values())
         assert 0.0 <= timeline.bubble_ratio <= 1.0
+        for order, busy, idle in zip(schedule.ranks, timeline.busy_s, timeline.idle_s, strict=True):
+            window = timeline.end_s[order[-1]] - timeline.start_s[order[0]]
+            assert busy + idle == pytest.approx(window, rel=1e-12, abs=1e-15)
 
 
 def test_nothing_takes_no_time() -> None:

@@ -25,6 +25,7 @@ class StepRequest:
     targets: list[Any]
     loss_fn: Callable[..., Any] | None
     weights: list[float]
+    max_pending_bytes: int | None
     grad_scale: torch.Tensor | None
     live: list[torch.Tensor]
     needs_input_grad: list[torch.Tensor]
@@ -44,6 +45,8 @@ class StepReport:
     def end_s(self) -> list[float]: ...
     @property
     def skipped(self) -> list[int]: ...
+    @property
+    def peak_pending_bytes(self) -> list[int]: ...
     @property
     def failed(self) -> int | None: ...
     @property

@@ -21,7 +21,7 @@ _EXPORTS = {
     "Schedule": "timelyfreeze.schedule",
     "ScheduleError": "timelyfreeze.errors",
     "StageError": "timelyfreeze.errors",
-    "StepResult": "timelyfreeze.pipeline",
+    "StepResult": "timelyfreeze.runtime.results",
     "TimelyFreezeError": "timelyfreeze.errors",
     "TransportError": "timelyfreeze.errors",
     "create_schedule": "timelyfreeze.schedule",
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from timelyfreeze.errors import TransportError as TransportError
     from timelyfreeze.freeze import FreezeConfig as FreezeConfig
     from timelyfreeze.pipeline import FreezingPipeline as FreezingPipeline
-    from timelyfreeze.pipeline import StepResult as StepResult
     from timelyfreeze.planner import Plan as Plan
     from timelyfreeze.planner import make_plan as make_plan
     from timelyfreeze.runtime import NoChunk as NoChunk
+    from timelyfreeze.runtime.results import StepResult as StepResult
     from timelyfreeze.schedule import Action as Action
     from timelyfreeze.schedule import Kind as Kind
     from timelyfreeze.schedule import Schedule as Schedule

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,40 +16,23 @@ from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.freeze.groups import check_patterns
 from timelyfreeze.freeze.session import FreezeSession, as_tensors, gradient_factors
-from timelyfreeze.runtime.arguments import check_arguments, children, default_devices, fit_devices, make_schedule
-from timelyfreeze.runtime.engine import Engine, EngineStep, StepTimes
+from timelyfreeze.runtime.arguments import (
+    check_arguments,
+    children,
+    default_devices,
+    default_num_stages,
+    fit_devices,
+    make_schedule,
+)
+from timelyfreeze.runtime.engine import Engine, EngineStep
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
 from timelyfreeze.runtime.partition import balanced_split_points, check_split_points, measure_children_s
-from timelyfreeze.runtime.results import join_outputs, scale_of, send_input_gradients, step_loss
+from timelyfreeze.runtime.results import StepResult, join_outputs, scale_of, send_input_gradients, step_loss
 from timelyfreeze.runtime.ties import UnsharedStages
-from timelyfreeze.schedule import Schedule
+from timelyfreeze.schedule import Schedule, merge_backward
 
 if TYPE_CHECKING:
     from timelyfreeze.planner import Plan
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a training step gives back.
-
-    Attributes:
-        loss: mean over the samples of the step, detached, 0-dimensional.
-        outputs: the last stage's outputs, one a micro-batch, if asked for, else None.
-        step_time_s: seconds from the first action's start to the last one's end.
-        phase: warmup | measure_upper | measure_lower | ramp | steady (plain training: steady).
-        freeze_ratio: share of the weight-gradient work that was left out, mean over stages and micro-batches.
-        times: start and end of every action.
-
-    >>> StepResult(torch.tensor(1.0), None, 0.1, "steady").freeze_ratio
-    0.0
-    """
-
-    loss: torch.Tensor
-    outputs: list[Any] | None
-    step_time_s: float
-    phase: str
-    freeze_ratio: float = 0.0
-    times: StepTimes = field(default_factory=lambda: StepTimes([], [], []), repr=False)
 
 
 class FreezingPipeline(nn.Module):
@@ -61,7 +43,10 @@ class FreezingPipeline(nn.Module):
             a splitter is registered for (``timelyfreeze.runtime.register_splitter``).
         num_stages: how many stages; for a list its length. Default: one a device, or 2 on CPU.
         num_microbatches: into how many slices a step's batch is cut.
-        schedule: a name (``"gpipe"``, ``"1f1b"``), a ``Schedule``, or the path of a .csv.
+        schedule: a name (``timelyfreeze.schedule.schedule_names()``), a ``Schedule``, or the path of a .csv. Where a
+            W follows its own I and nobody waits for the latter, the two run as one (``merge_backward``).
+        stages_per_rank: where ``schedule`` is a name; default: the schedule's own, so that there are
+            ``num_stages / stages_per_rank`` ranks.
         loss_fn: ``(output, target)`` -> mean over the samples (a scalar), or ``(sum, count)`` where samples weigh
             unequally: then the step divides once by the whole count. A module's own parameters are trained too, and
             never frozen. None: the last stage takes the target as its last argument and returns the loss.
@@ -72,6 +57,8 @@ class FreezingPipeline(nn.Module):
         process_group: reserved for one process a rank.
         seed: dropout and masks draw from (seed, step, stage, micro-batch).
         timeout_s: the longest a step may take.
+        max_pending_bytes: how much memory the weight gradients that wait for their W may keep on one rank, the inputs
+            and output gradients of their layers; what goes beyond is computed in I. None: as much as the schedule asks.
         check_finite: raise ``StageError`` when a loss is NaN or infinite, instead of training on.
 
     Raises:
@@ -94,6 +81,7 @@ class FreezingPipeline(nn.Module):
         num_microbatches: int = 8,
         *,
         schedule: str | PathLike[str] | Schedule = "1f1b",
+        stages_per_rank: int | None = None,
         loss_fn: Callable[..., Any] | None = None,
         freeze: FreezeConfig | None = None,
         devices: Sequence[torch.device | str] | None = None,
@@ -102,6 +90,7 @@ class FreezingPipeline(nn.Module):
         seed: int = 0,
         timeout_s: float = 600.0,
         check_finite: bool = True,
+        max_pending_bytes: int | None = None,
     ) -> None:
         super().__init__()
         if process_group is not None:
@@ -112,9 +101,14 @@ class FreezingPipeline(nn.Module):
             num_stages = len(self._children_list)
         rank_devices = default_devices(devices)
         if num_stages is None:
-            num_stages = max(2, len(rank_devices))
-        check_arguments(self._children_list, given_stages, num_stages, num_microbatches, timeout_s, seed, loss_fn)
-        self.schedule = make_schedule(schedule, num_stages, num_microbatches)
+            num_stages = default_num_stages(schedule, stages_per_rank, max(2, len(rank_devices)))
+        check_arguments(
+            self._children_list, given_stages, num_stages, num_microbatches, timeout_s, seed, loss_fn, max_pending_bytes
+        )
+        made = make_schedule(schedule, num_stages, num_microbatches, stages_per_rank)
+        fixed = None if freeze is None else freeze.fixed_plan
+        # A plan is of its schedule's very actions.
+        self.schedule = made if fixed is not None and fixed.schedule == made else merge_backward(made)
         self.num_stages = num_stages
         self.num_microbatches = self.schedule.num_microbatches
         self._devices = fit_devices(rank_devices, self.schedule.num_ranks, explicit=devices is not None)
@@ -122,6 +116,7 @@ class FreezingPipeline(nn.Module):
         self._seed = seed
         self._timeout_s = timeout_s
         self._check_finite = check_finite
+        self._max_pending_bytes = max_pending_bytes
         self._step_index = 0
         self._engine: Engine | None = None
         self._unshared = UnsharedStages([])
@@ -217,6 +212,7 @@ class FreezingPipeline(nn.Module):
             phase="steady" if masks is None else masks.phase,
             freeze_ratio=0.0 if masks is None else masks.freeze_ratio,
             times=done.times,
+            peak_pending_bytes=done.report.peak_pending_bytes,
         )
 
     # --- no gradient ------------------------------------------------------------------------------------------
@@ -399,5 +395,11 @@ class FreezingPipeline(nn.Module):
         for stage, device in zip(reversed(self._unshared.stages), reversed(devices), strict=True):
             if device.type != "cpu":
                 stage.to(device)
-        self._engine = Engine(self._unshared.stages, self.schedule, self._devices, self._loss_fn)
+        self._engine = Engine(
+            self._unshared.stages,
+            self.schedule,
+            self._devices,
+            self._loss_fn,
+            max_pending_bytes=self._max_pending_bytes,
+        )
         self._unshared.restore()

@@ -3,6 +3,7 @@
 
 #include "core/program.h"
 #include "runtime/allocator.h"
+#include "runtime/deferred_grad.h"
 #include "runtime/pipeline.h"
 #include "runtime/rng.h"
 #include "runtime/stage.h"
@@ -52,6 +53,7 @@ void bind_request(py::module_& m) {
       .def_readwrite("targets", &StepRequest::targets)
       .def_readwrite("loss_fn", &StepRequest::loss_fn)
       .def_readwrite("weights", &StepRequest::weights)
+      .def_readwrite("max_pending_bytes", &StepRequest::max_pending_bytes)
       .def_readwrite("grad_scale", &StepRequest::grad_scale)
       .def_readwrite("live", &StepRequest::live)
       .def_readwrite("needs_input_grad", &StepRequest::needs_input_grad);
@@ -74,6 +76,7 @@ void bind_request(py::module_& m) {
       .def_readonly("start_s", &StepReport::start_s)
       .def_readonly("end_s", &StepReport::end_s)
       .def_readonly("skipped", &StepReport::skipped)
+      .def_readonly("peak_pending_bytes", &StepReport::peak_pending_bytes)
       .def_readonly("failed", &StepReport::failed)
       .def_readonly("error", &StepReport::error);
 }
@@ -83,6 +86,7 @@ void bind_request(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The runtime of timelyfreeze: programs, stages, workers.";
   register_random_operators();
+  register_deferred_operators();
 
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init(&make_program), py::arg("ranks"), py::arg("edges"))

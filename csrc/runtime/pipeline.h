@@ -30,6 +30,7 @@ struct StepRequest {
   std::vector<pybind11::object> targets;     // one a micro-batch, or none
   pybind11::object loss_fn;                  // None: the last stage takes the target and returns the loss
   std::vector<double> weights;               // of each micro-batch's mean loss; a (sum, count) loss ignores them
+  std::optional<int64_t> max_pending_bytes;  // a rank: what waiting weight gradients may keep from being freed
   std::optional<at::Tensor> grad_scale;      // multiplies the gradient of every loss
   std::vector<at::Tensor> live;              // a stage: uint8 [microbatches, parameters]; none: nothing is frozen
   std::vector<at::Tensor> needs_input_grad;  // a stage: uint8 [microbatches]: wanted even where nothing below is live
@@ -43,7 +44,8 @@ struct StepReport {
   std::vector<std::vector<at::Tensor>> input_grads;
   std::vector<double> start_s;
   std::vector<double> end_s;
-  std::vector<ActionId> skipped;  // backwards that had no graph to run through
+  std::vector<ActionId> skipped;            // backwards that had no graph to run through
+  std::vector<int64_t> peak_pending_bytes;  // a rank: what waiting weight gradients kept from being freed
   std::optional<ActionId> failed;
   std::optional<pybind11::object> error;
 };

@@ -13,9 +13,6 @@
 namespace timelyfreeze {
 namespace {
 
-// torch keeps this key free for modes of extensions and tests; it stands before autocast and autograd.
-constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
-
 struct ThreadRng {
   bool active = false;
   bool seeded = false;
@@ -42,7 +39,7 @@ bool runs_on_cpu(const c10::FunctionSchema& schema, const torch::jit::Stack& sta
 }
 
 void draw_from_action(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  const c10::impl::ExcludeDispatchKeyGuard below(kActionKey);
   const auto& arguments = op.schema().arguments();
   // Tracers (torch.compile, fake tensors) must see the call as the user wrote it.
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && runs_on_cpu(op.schema(), *stack)) {
@@ -67,7 +64,7 @@ uint64_t mix_seed(uint64_t seed, uint64_t step, uint64_t stage, uint64_t kind, u
   return state;
 }
 
-ActionRng::ActionRng(uint64_t seed, c10::Device device) : intercept_(kKey) {
+ActionRng::ActionRng(uint64_t seed, c10::Device device) : intercept_(kActionKey) {
   thread_rng.active = true;
   thread_rng.seeded = false;
   thread_rng.seed = seed;
@@ -96,10 +93,10 @@ void register_random_operators() {
   static auto* libraries = new std::vector<std::unique_ptr<torch::Library>>();
   static std::once_flag once;
   std::call_once(once, [] {
-    auto fallback = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    auto fallback = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kActionKey, __FILE__, __LINE__);
     fallback->fallback(torch::CppFunction::makeFallthrough());
     libraries->push_back(std::move(fallback));
-    auto aten = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+    auto aten = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", kActionKey, __FILE__, __LINE__);
     for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
       if (name.getNamespace() != "aten") continue;
       const auto op = c10::Dispatcher::singleton().findSchema(name);

@@ -2,11 +2,16 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
 
 namespace timelyfreeze {
+
+// Included on a stage's thread while an action runs. torch keeps this key free for modes of extensions and tests; it
+// stands before autocast and autograd.
+constexpr auto kActionKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 // Mixes its arguments into a seed; the same everywhere (splitmix64).
 uint64_t mix_seed(uint64_t seed, uint64_t step, uint64_t stage, uint64_t kind, uint64_t microbatch);

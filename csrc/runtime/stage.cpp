@@ -5,28 +5,13 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <type_traits>
-
 namespace py = pybind11;
 
 namespace timelyfreeze {
 
-namespace {
-
-template <class Pointer>
-Pointer own_node(InputGrad* node) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return Pointer(node, [](auto* dead) { deleteNode(dead); });
-  } else {
-    return Pointer::unsafe_steal_from_new(node);
-  }
-}
-
-}  // namespace
-
 at::Tensor require_input_grad(const at::Tensor& tensor, NodePtr& node) {
   at::Tensor input = tensor.detach();
-  node = own_node<NodePtr>(new InputGrad());
+  node = make_node<InputGrad>();
   const auto index = node->add_input_metadata(input);
   torch::autograd::impl::set_gradient_edge(input, torch::autograd::Edge(node, index));
   return input;

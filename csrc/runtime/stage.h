@@ -1,13 +1,13 @@
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "runtime/node.h"
 #include "runtime/python_ref.h"
+#include "runtime/weight_queue.h"
 
 namespace timelyfreeze {
 
@@ -27,9 +27,6 @@ struct InputGrad : torch::autograd::Node {
   }
   at::Tensor grad;
 };
-
-// What the graph holds its nodes by: a shared_ptr up to torch 2.12, an intrusive_ptr since.
-using NodePtr = decltype(torch::autograd::Edge::function);
 
 // Returns `tensor`, detached, with an InputGrad behind it, which it stores in `node`.
 at::Tensor require_input_grad(const at::Tensor& tensor, NodePtr& node);

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "runtime/deferred_grad.h"
 #include "runtime/rng.h"
 
 namespace py = pybind11;
@@ -44,7 +45,15 @@ Pipeline::Step::Step(Pipeline& pipeline, StepRequest step_request)
       inbox_(pipeline.stages_.size() * num_microbatches_),
       gradients_(inbox_.size()),
       held_(inbox_.size()),
-      recorded_(inbox_.size()) {
+      recorded_(inbox_.size()),
+      split_(inbox_.size()),
+      pending_(pipeline.devices_.size()),
+      queues_(inbox_.size()) {
+  for (ActionId id = 0; id < request.program->num_actions(); ++id) {
+    const Action& action = request.program->at(id).action;
+    if (action.kind == Kind::input_grad) split_[slot(action)] = 1;
+  }
+  for (PendingBytes& pending : pending_) pending.cap = request.max_pending_bytes.value_or(pending.cap);
   result_.losses.resize(num_microbatches_);
   result_.counts.resize(num_microbatches_);
   result_.outputs.resize(num_microbatches_);
@@ -129,9 +138,13 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
   if (action.kind != Kind::forward && recorded_[slot(action)] == 0) {
     // Below the micro-batch's cut there is no graph. A gradient may have been sent all the same, to be timed.
     gradients_[slot(action)].clear();
+  } else if (action.kind == Kind::weight_grad) {
+    weight_grad(action);
   } else {
     const MaskGuard mask(*pipeline_.stages_[static_cast<size_t>(action.stage)],
                          request.train ? live_row(action) : nullptr);
+    std::optional<DeferScope> defer;
+    if (const auto& queue = queue_of(action)) defer.emplace(queue);
     if (action.kind == Kind::forward) {
       forward(action);
     } else {
@@ -311,6 +324,19 @@ void Pipeline::Step::backward(const Action& action) {
   }
 }
 
+const std::shared_ptr<WeightQueue>& Pipeline::Step::queue_of(const Action& action) {
+  std::shared_ptr<WeightQueue>& queue = queues_[slot(action)];
+  if (split_[slot(action)] != 0 && queue == nullptr) {
+    const auto rank = pipeline_.stage_to_rank_[static_cast<size_t>(action.stage)];
+    queue = std::make_shared<WeightQueue>(pending_[static_cast<size_t>(rank)]);
+  }
+  return queue;
+}
+
+void Pipeline::Step::weight_grad(const Action& action) {
+  if (const auto queue = std::exchange(queues_[slot(action)], nullptr)) queue->run();
+}
+
 void Pipeline::Step::finish() {
   const py::gil_scoped_release no_gil;
   at::autocast::clear_cache();
@@ -340,6 +366,7 @@ StepReport Pipeline::Step::report() {
     const Action& action = request.program->at(id).action;
     if (action.kind != Kind::forward && recorded_[slot(action)] == 0) result_.skipped.push_back(id);
   }
+  for (const PendingBytes& pending : pending_) result_.peak_pending_bytes.push_back(pending.peak);
   return std::move(result_);
 }
 

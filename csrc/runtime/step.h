@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/pipeline.h"
+#include "runtime/weight_queue.h"
 
 namespace timelyfreeze {
 
@@ -50,8 +51,13 @@ class Pipeline::Step : public ActionRunner {
   // Whether something of the stage trains for the micro-batch, and whether masks leave something out.
   [[nodiscard]] std::pair<bool, bool> trains_and_freezes(const Action& action) const;
 
+  // Where the micro-batch's weight gradients wait; null where its backward is not split.
+  const std::shared_ptr<WeightQueue>& queue_of(const Action& action);
+
   void forward(const Action& action);
+  // The whole of it, or, inside a DeferScope, without the weight gradients that can wait.
   void backward(const Action& action);
+  void weight_grad(const Action& action);
   Value receive(const Action& action, bool record, Held& held);
   void send_on(const Action& action, Value value, bool carries_grad, Held& held);
   void keep_output(const Action& action, const pybind11::object& output);
@@ -63,10 +69,13 @@ class Pipeline::Step : public ActionRunner {
   Pipeline& pipeline_;
   const size_t num_microbatches_;
   const at::ThreadLocalState caller_;
-  std::vector<Message> inbox_;                    // a (stage, micro-batch)
-  std::vector<std::vector<Shipment>> gradients_;  // a (stage, micro-batch): of the stage's outputs
-  std::vector<Held> held_;                        // a (stage, micro-batch)
-  std::vector<uint8_t> recorded_;                 // a (stage, micro-batch): whether forward recorded a graph
+  std::vector<Message> inbox_;                        // a (stage, micro-batch)
+  std::vector<std::vector<Shipment>> gradients_;      // a (stage, micro-batch): of the stage's outputs
+  std::vector<Held> held_;                            // a (stage, micro-batch)
+  std::vector<uint8_t> recorded_;                     // a (stage, micro-batch): whether forward recorded a graph
+  std::vector<uint8_t> split_;                        // a (stage, micro-batch): whether it has I and W
+  std::vector<PendingBytes> pending_;                 // a rank
+  std::vector<std::shared_ptr<WeightQueue>> queues_;  // a (stage, micro-batch)
   StepReport result_;
   std::vector<std::optional<c10::Event>> started_;  // an action, on accelerators
   std::vector<std::optional<c10::Event>> ended_;

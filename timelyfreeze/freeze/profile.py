@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from timelyfreeze.compiled import is_compiled
 from timelyfreeze.freeze.parameters import PALETTE_SIZE
 
 
@@ -76,7 +77,7 @@ def record_forward(stage: nn.Module) -> Iterator[StageProfile]:
     """
     profile = StageProfile()
     watched = _survey(stage, profile)
-    if _is_compiled(stage):
+    if is_compiled(stage):
         yield profile
         return
     recorder = _Recorder(stage, profile)
@@ -113,7 +114,7 @@ def _survey(stage: nn.Module, profile: StageProfile) -> list[nn.Module]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        compiled = compiled or _is_compiled(module)
+        compiled = compiled or is_compiled(module)
         own = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
         for name, parameter in own:
             profile.places[index_of[id(parameter)]].append((module, name))
@@ -127,14 +128,6 @@ def _survey(stage: nn.Module, profile: StageProfile) -> list[nn.Module]:
 
     visit(stage, False)
     return watched
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        hasattr(module, "_orig_mod")
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or isinstance(module, torch.jit.ScriptModule)
-    )
 
 
 class _Recorder:

@@ -11,7 +11,7 @@ from torch import nn
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.runtime.partition import children_of
-from timelyfreeze.schedule import Schedule, create_schedule
+from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank
 
 
 def children(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -33,6 +33,7 @@ def check_arguments(
     timeout_s: float,
     seed: int,
     loss_fn: Any,
+    max_pending_bytes: int | None,
 ) -> None:
     """Raise ValueError with everything that is wrong."""
     problems = []
@@ -53,19 +54,39 @@ def check_arguments(
         problems.append(problem("timeout_s", expected="seconds above 0", got=timeout_s))
     if not 0 <= seed < 2**64:
         problems.append(problem("seed", expected="an integer in [0, 2**64)", got=seed))
+    if max_pending_bytes is not None and not max_pending_bytes >= 0:
+        problems.append(problem("max_pending_bytes", expected="None, or bytes from 0", got=max_pending_bytes))
     if loss_fn is not None and not callable(loss_fn):
         problems.append(problem("loss_fn", expected="a function (output, target) -> loss, or None", got=loss_fn))
     raise_all(ValueError, problems)
 
 
-def make_schedule(schedule: str | PathLike[str] | Schedule, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule that a name, a file or an object stands for, checked against the sizes."""
+def make_schedule(
+    schedule: str | PathLike[str] | Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+) -> Schedule:
+    """The schedule that a name, a file or an object stands for, checked against the sizes.
+
+    Args:
+        stages_per_rank: where it is a name; default: the schedule's own.
+
+    Raises:
+        ValueError: the counts do not fit each other or the schedule; says which would.
+    """
     if isinstance(schedule, Schedule):
         made = schedule
     elif str(schedule).endswith(".csv"):
         made = Schedule.from_csv(schedule)
     else:
-        return create_schedule(str(schedule), num_ranks=num_stages, num_microbatches=num_microbatches)
+        per_rank = default_stages_per_rank(str(schedule)) if stages_per_rank is None else stages_per_rank
+        return create_schedule(
+            str(schedule),
+            num_ranks=num_ranks_of(str(schedule), num_stages, per_rank),
+            num_microbatches=num_microbatches,
+            stages_per_rank=per_rank,
+        )
     if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
         raise ValueError(
             problem(
@@ -75,7 +96,43 @@ def make_schedule(schedule: str | PathLike[str] | Schedule, num_stages: int, num
                 hint="Pass num_stages= and num_microbatches= as the schedule has them.",
             )
         )
+    if stages_per_rank is not None and made.num_ranks * stages_per_rank != num_stages:
+        raise ValueError(
+            problem(
+                "stages_per_rank",
+                expected=f"None: schedule {made.name!r} places its stages itself",
+                got=stages_per_rank,
+            )
+        )
     return made
+
+
+def default_num_stages(schedule: str | PathLike[str] | Schedule, stages_per_rank: int | None, num_ranks: int) -> int:
+    """How many stages there are where the caller does not say: a schedule's own number, else enough for the ranks."""
+    if isinstance(schedule, Schedule):
+        return schedule.num_stages
+    if stages_per_rank is None:
+        stages_per_rank = 1 if str(schedule).endswith(".csv") else default_stages_per_rank(str(schedule))
+    return num_ranks * stages_per_rank
+
+
+def num_ranks_of(schedule: str, num_stages: int, stages_per_rank: int) -> int:
+    """How many ranks so many stages make.
+
+    Raises:
+        ValueError: the stages cannot be dealt out evenly.
+
+    >>> num_ranks_of("zbv", 8, 2)
+    4
+    """
+    if stages_per_rank < 1:
+        raise ValueError(problem("stages_per_rank", expected="1 or more", got=stages_per_rank))
+    if num_stages % stages_per_rank:
+        below = num_stages // stages_per_rank * stages_per_rank
+        counts = [str(count) for count in (below, below + stages_per_rank) if count]
+        expected = f"a multiple of stages_per_rank={stages_per_rank}, such as {' or '.join(counts)}"
+        raise ValueError(problem(f"num_stages of schedule {schedule}", expected=expected, got=num_stages))
+    return num_stages // stages_per_rank
 
 
 def default_devices(devices: Sequence[torch.device | str] | None) -> list[torch.device]:

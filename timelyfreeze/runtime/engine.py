@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from timelyfreeze import _C
+from timelyfreeze.compiled import is_compiled
 from timelyfreeze.errors import StageError, problem
 from timelyfreeze.runtime.microbatch import Microbatch
 from timelyfreeze.runtime.rng import follow_action_generator
@@ -99,6 +100,11 @@ class Engine:
         devices: one a rank.
         loss_fn: ``(output, target)`` -> loss, or None where the last stage takes the target itself. Parameters of a
             module train with the last stage, in every micro-batch.
+        max_pending_bytes: what the weight gradients that wait for their W on one rank may keep from being freed, inputs
+            and output gradients of their layers; what goes beyond is computed in I. None: no limit.
+
+    Raises:
+        ValueError: the schedule splits the backward of a compiled stage.
     """
 
     def __init__(
@@ -107,8 +113,12 @@ class Engine:
         schedule: Schedule,
         devices: Sequence[torch.device],
         loss_fn: Callable[..., Any] | None,
+        *,
+        max_pending_bytes: int | None = None,
     ) -> None:
+        _refuse_compiled(stages, schedule)
         self.schedule = schedule
+        self._max_pending_bytes = max_pending_bytes
         self.stages = list(stages)
         self.devices = list(devices)
         self._loss_fn = loss_fn
@@ -186,6 +196,7 @@ class Engine:
         request.timeout_s = timeout_s
         request.return_outputs = return_outputs
         request.check_finite = check_finite
+        request.max_pending_bytes = self._max_pending_bytes
         request.grad_scale = grad_scale
         request.run_inline = self._mean_action_s < INLINE_BELOW_S
         if has_target:
@@ -259,6 +270,21 @@ class Engine:
             action=str(action),
             step=step,
         ) from error
+
+
+def _refuse_compiled(stages: Sequence[nn.Module], schedule: Schedule) -> None:
+    """A compiled stage's backward is one piece: its weight gradients cannot wait for W."""
+    split = {action.stage for action in schedule.actions if action.kind is Kind.I}
+    compiled = [index for index in sorted(split) if any(map(is_compiled, stages[index].modules()))]
+    if compiled:
+        raise ValueError(
+            problem(
+                f"schedule {schedule.name!r} splits the backward of compiled stages",
+                expected="stages that are not compiled, or a schedule of full backwards",
+                got=f"compiled modules in stages {', '.join(map(str, compiled))}",
+                hint="Use schedule='interleaved_1f1b' or '1f1b', or do not compile these stages.",
+            )
+        )
 
 
 def _own_parameters(loss_fn: Callable[..., Any] | None, stages: Sequence[nn.Module]) -> list[nn.Parameter]:

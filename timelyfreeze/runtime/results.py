@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from timelyfreeze.errors import problem
-from timelyfreeze.runtime.engine import EngineStep
+from timelyfreeze.runtime.engine import EngineStep, StepTimes
 from timelyfreeze.runtime.values import encode, encode_call
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step gives back.
+
+    Attributes:
+        loss: mean over the samples of the step, detached, 0-dimensional.
+        outputs: the last stage's outputs, one a micro-batch, if asked for, else None.
+        step_time_s: seconds from the first action's start to the last one's end.
+        phase: warmup | measure_upper | measure_lower | ramp | steady (plain training: steady).
+        freeze_ratio: share of the weight-gradient work that was left out, mean over stages and micro-batches.
+        times: start and end of every action.
+        peak_pending_bytes: for every rank, the most that weight gradients waiting for their W kept from being freed.
+
+    >>> StepResult(torch.tensor(1.0), None, 0.1, "steady").freeze_ratio
+    0.0
+    """
+
+    loss: torch.Tensor
+    outputs: list[Any] | None
+    step_time_s: float
+    phase: str
+    freeze_ratio: float = 0.0
+    times: StepTimes = field(default_factory=lambda: StepTimes([], [], []), repr=False)
+    peak_pending_bytes: list[int] = field(default_factory=list, repr=False)
 
 
 class StepLoss(NamedTuple):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from timelyfreeze.schedule import generators as generators  # the schedules register themselves
 from timelyfreeze.schedule.actions import Action, Kind
 from timelyfreeze.schedule.core import Schedule
 from timelyfreeze.schedule.edges import Edge, data_dependencies
-from timelyfreeze.schedule.generators import create_schedule, register_schedule, schedule_names
+from timelyfreeze.schedule.passes import merge_backward
+from timelyfreeze.schedule.registry import (
+    create_schedule,
+    default_stages_per_rank,
+    register_schedule,
+    schedule_names,
+)
 from timelyfreeze.schedule.simulate import Timeline, simulate
 
 __all__ = [
@@ -16,6 +23,8 @@ __all__ = [
     "Timeline",
     "create_schedule",
     "data_dependencies",
+    "default_stages_per_rank",
+    "merge_backward",
     "register_schedule",
     "schedule_names",
     "simulate",

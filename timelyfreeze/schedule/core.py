@@ -8,9 +8,10 @@ from os import PathLike
 
 from timelyfreeze.errors import ScheduleError
 from timelyfreeze.schedule.actions import Action
-from timelyfreeze.schedule.csv_form import read_cells, write_ranks
+from timelyfreeze.schedule.communication import Move, add_moves, check_moves
+from timelyfreeze.schedule.csv_form import read_cells, write_rows
 from timelyfreeze.schedule.grid import draw_grid
-from timelyfreeze.schedule.validate import CheckedRanks, check_ranks
+from timelyfreeze.schedule.validate import CheckedRanks, Locate, check_ranks
 
 
 class Schedule:
@@ -62,30 +63,46 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str], *, name: str | None = None) -> Schedule:
-        """Read torch.distributed.pipelining's compute-only CSV form: one row a rank, cells such as ``0F1``.
+        """Read torch.distributed.pipelining's CSV form: one row a rank, cells such as ``0F1``.
 
-        Empty cells are idle slots and are left out. ``name`` defaults to the file's stem.
+        Both of its forms are read. In the one with communication (``0SEND_F1``, ``1RECV_F1``) every transfer that the
+        actions need must be there once, at a place where all ranks get to their ends; the schedule itself holds the
+        actions alone. A pair ``(0F1;1B0)OVERLAP_F_B`` is the two actions one after the other. Idle slots and cells
+        about sharded weights (``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``) are left out. ``name`` defaults to the
+        file's stem.
 
         Raises:
             ScheduleError: naming the file, and row and column of every cell at fault.
             OSError: the file cannot be read.
+
+        Example::
+
+            Schedule.from_csv("zbv.csv")
         """
         cells = read_cells(path)
-
-        def locate(rank: int, position: int) -> str:
-            return f"row {rank + 1}, column {cells[rank][position][1]}"
-
+        rows = [[cell for cell, _ in row] for row in cells]
+        columns = [[column for _, column in row] for row in cells]
+        action_columns = [[column for cell, column in row if isinstance(cell, Action)] for row in cells]
         try:
-            checked = check_ranks([[action for action, _ in row] for row in cells], locate)
+            orders = [[cell for cell in row if isinstance(cell, Action)] for row in rows]
+            checked = check_ranks(orders, _locate_in(action_columns))
+            if any(isinstance(cell, Move) for row in rows for cell in row):
+                check_moves(rows, checked, _locate_in(columns))
         except ScheduleError as error:
             raise ScheduleError(f"{os.fspath(path)}: {error}") from None
         schedule = cls.__new__(cls)
         schedule._adopt(checked, os.path.splitext(os.path.basename(path))[0] if name is None else name)
         return schedule
 
-    def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write the form that ``from_csv`` and torch.distributed.pipelining read, whole or not at all."""
-        write_ranks(self.ranks, path)
+    def to_csv(self, path: str | PathLike[str], *, communication: bool = False) -> None:
+        """Write the form that ``from_csv`` and torch.distributed.pipelining read, whole or not at all.
+
+        Args:
+            path: the file.
+            communication: add the sends and receives (torch's form ``compute_comms``), in an order that cannot
+                deadlock; else the actions alone (``compute_only``).
+        """
+        write_rows(add_moves(self._graph) if communication else self.ranks, path)
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -108,3 +125,8 @@ class Schedule:
 
     def __hash__(self) -> int:
         return hash((self.name, self._key))
+
+
+def _locate_in(columns: Sequence[Sequence[int]]) -> Locate:
+    """Words for a (rank, position) in a file whose cells come from these columns."""
+    return lambda rank, position: f"row {rank + 1}, column {columns[rank][position]}"

@@ -32,8 +32,8 @@ class NodeArrays:
     is_backward: Bools  # B, I or W
     previous: Ints
     data: Ints
-    # Nodes by level: how many others must run before them, one after the other. Nodes of a level never wait for each
-    # other, so that a level can be computed at once; level i is by_level[bounds[i] : bounds[i + 1]].
+    # Nodes by level (Graph.levels). Nodes of a level never wait for each other, so that a level can be computed at
+    # once; level i is by_level[bounds[i] : bounds[i + 1]].
     by_level: Ints
     bounds: list[int]
 
@@ -54,14 +54,19 @@ class Graph:
     order: list[int]  # every node after all that it waits for; shorter than actions if they wait in a circle
 
     @cached_property
-    def arrays(self) -> NodeArrays:
-        """The nodes as arrays, made once; for graphs without circles."""
+    def levels(self) -> list[int]:
+        """For every node how many others must run before it, one after the other; for graphs without circles."""
         level = [0] * len(self.actions)
         for node in self.order:
             sources = (self.previous[node], self.data[node])
             level[node] = max((level[source] + 1 for source in sources if source != NOTHING), default=0)
-        by_level = sorted(range(len(level)), key=level.__getitem__)
-        widths = [len(list(group)) for _, group in groupby(by_level, key=level.__getitem__)]
+        return level
+
+    @cached_property
+    def arrays(self) -> NodeArrays:
+        """The nodes as arrays, made once; for graphs without circles."""
+        by_level = sorted(range(len(self.actions)), key=self.levels.__getitem__)
+        widths = [len(list(group)) for _, group in groupby(by_level, key=self.levels.__getitem__)]
         return NodeArrays(
             stage=np.array([action.stage for action in self.actions]),
             microbatch=np.array([action.microbatch for action in self.actions]),
@@ -87,7 +92,7 @@ def link_actions(ranks: Sequence[Sequence[Action]], num_stages: int) -> Graph:
             rank.append(number)
             data.append(_neighbour(action, num_stages, index))
     crosses = [source != NOTHING and rank[source] != rank[node] for node, source in enumerate(data)]
-    return Graph(actions, index, rank, previous, data, crosses, _topological_order(previous, data))
+    return Graph(actions, index, rank, previous, data, crosses, topological_order(previous, data))
 
 
 def graph_of(schedule: Schedule) -> Graph:
@@ -105,7 +110,12 @@ def _neighbour(action: Action, num_stages: int, index: dict[Action, int]) -> int
     return full if full != NOTHING else index.get(Action(stage + 1, Kind.I, microbatch), NOTHING)
 
 
-def _topological_order(previous: list[int], data: list[int]) -> list[int]:
+def topological_order(previous: Sequence[int], data: Sequence[int]) -> list[int]:
+    """Every node after the (at most two) that it waits for; nodes that wait in a circle are left out.
+
+    >>> topological_order([NOTHING, 0], [1, NOTHING])
+    []
+    """
     waiting = [(a != NOTHING) + (b != NOTHING) for a, b in zip(previous, data, strict=True)]
     followers: list[list[int]] = [[] for _ in previous]
     for node, sources in enumerate(zip(previous, data, strict=True)):

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from timelyfreeze.schedule.actions import Action
 from timelyfreeze.schedule.graph import NOTHING, link_actions
 
-_WINDOW_SLOTS = 12  # shown on either side of an arrow, so that a message about a long schedule stays readable
+_WINDOW_WIDTH = 50  # characters on either side of an arrow, so that a message about a long schedule stays readable
 _WINDOW_RANKS = 3
 
 
-def draw_grid(ranks: Sequence[Sequence[Action]], arrow: tuple[int, int] | None = None) -> str:
+def draw_grid(ranks: Sequence[Sequence[object]], arrow: tuple[int, int] | None = None) -> str:
     """Draw the orders of all ranks, every action one slot long and as early as what it waits for allows.
 
     ``arrow`` is a (rank, position): a line under that rank points at the action there, and only its surroundings are
-    drawn. Orders that wait in a circle are drawn without waiting.
+    drawn. Orders that wait in a circle, and those with sends and receives, are drawn without waiting.
 
     >>> from timelyfreeze.schedule import create_schedule
     >>> print(draw_grid(create_schedule("1f1b", num_ranks=2, num_microbatches=2).ranks))
@@ -30,7 +30,8 @@ def draw_grid(ranks: Sequence[Sequence[Action]], arrow: tuple[int, int] | None =
     pointed = NOTHING
     if arrow is not None:
         pointed = slots[arrow[0]][arrow[1]]
-        first, last = max(0, pointed - _WINDOW_SLOTS), min(num_slots, pointed + _WINDOW_SLOTS + 1)
+        reach = max(1, _WINDOW_WIDTH // (width + 1))
+        first, last = max(0, pointed - reach), min(num_slots, pointed + reach + 1)
         rows = range(max(0, arrow[0] - _WINDOW_RANKS), min(len(ranks), arrow[0] + _WINDOW_RANKS + 1))
     label_width = len(f"rank {max(len(ranks) - 1, 0)}")
     lines = []
@@ -45,15 +46,12 @@ def draw_grid(ranks: Sequence[Sequence[Action]], arrow: tuple[int, int] | None =
     return "\n".join(lines)
 
 
-def _slots(ranks: Sequence[Sequence[Action]]) -> list[list[int]]:
-    """The time slot of every action, or its position on its rank where the orders cannot run."""
-    num_stages = max((action.stage for order in ranks for action in order), default=0) + 1
-    graph = link_actions(ranks, num_stages)
-    if len(graph.order) < len(graph.actions):
+def _slots(ranks: Sequence[Sequence[object]]) -> list[list[int]]:
+    """The time slot of every action, or its position on its rank where the orders cannot run or are not all actions."""
+    orders = [[item for item in order if isinstance(item, Action)] for order in ranks]
+    num_stages = max((action.stage for order in orders for action in order), default=0) + 1
+    graph = link_actions(orders, num_stages)
+    if len(graph.order) < sum(len(order) for order in ranks):
         return [list(range(len(order))) for order in ranks]
-    slot = [0] * len(graph.actions)
-    for node in graph.order:
-        before = (graph.previous[node], graph.data[node])
-        slot[node] = max((slot[source] + 1 for source in before if source != NOTHING), default=0)
-    starts = iter(slot)
-    return [[next(starts) for _ in order] for order in ranks]
+    levels = iter(graph.levels)
+    return [[next(levels) for _ in order] for order in orders]

@@ -21,6 +21,8 @@ class Timeline:
         makespan_s: end of the last action.
         busy_s: for every rank, the sum of its actions' durations.
         bubble_ratio: the share of the ranks' time in which they do nothing, in [0, 1].
+        idle_s: for every rank, the time in which it does nothing between the start of its first action and the end of
+            its last one.
     """
 
     start_s: dict[Action, float]
@@ -28,6 +30,7 @@ class Timeline:
     makespan_s: float
     busy_s: list[float]
     bubble_ratio: float
+    idle_s: list[float]
 
 
 def simulate(
@@ -82,7 +85,16 @@ def simulate(
         makespan,
         busy,
         min(max(idle_ratio, 0.0), 1.0),
+        _idle_times(graph, start, end, busy),
     )
+
+
+def _idle_times(graph: Graph, start: list[float], end: list[float], busy: list[float]) -> list[float]:
+    first = [start[node] for node, previous in enumerate(graph.previous) if previous == NOTHING]
+    last = [0.0] * len(busy)
+    for node, rank in enumerate(graph.rank):
+        last[rank] = end[node]
+    return [max(0.0, last[rank] - first[rank] - busy[rank]) for rank in range(len(busy))]
 
 
 def transfer_times(schedule: Schedule, transfer_s: Transfers) -> list[float]:

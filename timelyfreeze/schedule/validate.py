@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from timelyfreeze.errors import ScheduleError, problem
 from timelyfreeze.schedule.actions import Action, Kind
@@ -14,6 +14,7 @@ from timelyfreeze.schedule.grid import draw_grid
 _SHOWN = 10  # faults in one message; a shuffled schedule of 2,048 actions can have thousands
 
 Locate = Callable[[int, int], str]
+_Cell = TypeVar("_Cell", bound=Hashable)
 
 
 class CheckedRanks(NamedTuple):
@@ -25,14 +26,18 @@ class CheckedRanks(NamedTuple):
     graph: Graph
 
 
-class _Fault(NamedTuple):
-    text: str
-    at: tuple[int, int] | None  # (rank, position)
+class Place(NamedTuple):
+    """Where something stands in the orders of all ranks."""
 
-
-class _Place(NamedTuple):
     rank: int
     position: int
+
+
+class Fault(NamedTuple):
+    """What is wrong, and where."""
+
+    text: str
+    at: tuple[int, int] | None  # (rank, position)
 
 
 def check_ranks(ranks: Iterable[Iterable[Action | str]], locate: Locate | None = None) -> CheckedRanks:
@@ -48,10 +53,10 @@ def check_ranks(ranks: Iterable[Iterable[Action | str]], locate: Locate | None =
     locate = locate or (lambda rank, position: f"rank {rank}, position {position}")
     faults = _check_shape(orders)
     if not faults:
-        places: dict[Action, list[_Place]] = defaultdict(list)
+        places: dict[Action, list[Place]] = defaultdict(list)
         for rank, order in enumerate(orders):
             for position, action in enumerate(order):
-                places[action].append(_Place(rank, position))
+                places[action].append(Place(rank, position))
         owner = _owners(orders)
         faults = _check_numbers(orders, places)
         faults += _check_once(places, owner, locate)
@@ -59,9 +64,9 @@ def check_ranks(ranks: Iterable[Iterable[Action | str]], locate: Locate | None =
         faults += _check_own_order(places)
     if not faults:
         graph = link_actions(orders, len(owner))
-        faults = _check_circle(graph, places)
+        faults = describe_circle(graph.actions, graph.order, graph.previous, graph.data, places)
     if faults:
-        raise ScheduleError(_message(faults, orders, locate))
+        raise ScheduleError(describe_faults(faults, orders, locate))
     num_microbatches = max(action.microbatch for order in orders for action in order) + 1
     return CheckedRanks(orders, num_microbatches, [owner[stage] for stage in range(len(owner))], graph)
 
@@ -96,15 +101,15 @@ def _as_action(item: Action | str, rank: int, position: int) -> Action:
     raise TypeError(problem("not an action", expected="an Action or a text such as '0F1'", got=repr(item), where=where))
 
 
-def _check_shape(orders: Sequence[Sequence[Action]]) -> list[_Fault]:
+def _check_shape(orders: Sequence[Sequence[Action]]) -> list[Fault]:
     if not any(orders):
-        return [_Fault("a schedule without actions", None)]
-    faults = [_Fault(f"rank {rank} has no actions; leave it out", None) for rank, o in enumerate(orders) if not o]
+        return [Fault("a schedule without actions", None)]
+    faults = [Fault(f"rank {rank} has no actions; leave it out", None) for rank, o in enumerate(orders) if not o]
     for rank, order in enumerate(orders):
         for position, action in enumerate(order):
             if action.stage < 0 or action.microbatch < 0:
                 faults.append(
-                    _Fault(f"{action} has a negative number; stages and micro-batches count from 0", (rank, position))
+                    Fault(f"{action} has a negative number; stages and micro-batches count from 0", (rank, position))
                 )
     return faults
 
@@ -118,11 +123,11 @@ def _owners(orders: Sequence[Sequence[Action]]) -> dict[int, int]:
     return {stage: max(counter, key=lambda rank: (counter[rank], -rank)) for stage, counter in votes.items()}
 
 
-def _check_numbers(orders: Sequence[Sequence[Action]], places: dict[Action, list[_Place]]) -> list[_Fault]:
+def _check_numbers(orders: Sequence[Sequence[Action]], places: dict[Action, list[Place]]) -> list[Fault]:
     """Stages and micro-batches are 0, 1, 2, ... without a gap, and every stage has the same micro-batches."""
     faults = []
     by_stage: dict[int, set[int]] = defaultdict(set)
-    first: dict[int, _Place] = {}
+    first: dict[int, Place] = {}
     for action, where in places.items():
         by_stage[action.stage].add(action.microbatch)
         first.setdefault(action.stage, where[0])
@@ -130,18 +135,18 @@ def _check_numbers(orders: Sequence[Sequence[Action]], places: dict[Action, list
     if len(by_stage) <= top:
         gap = next(stage for stage in range(top) if stage not in by_stage)
         at = first[min(stage for stage in by_stage if stage > gap)]
-        faults.append(_Fault(f"stage {gap} has no actions, though the stages go up to {top}", at))
+        faults.append(Fault(f"stage {gap} has no actions, though the stages go up to {top}", at))
     everywhere = set().union(*by_stage.values())
     highest = max(everywhere)
     if len(everywhere) <= highest:
         gap = next(number for number in range(highest) if number not in everywhere)
         at = next(where[0] for action, where in places.items() if action.microbatch > gap)
-        faults.append(_Fault(f"micro-batch {gap} has no actions, though the micro-batches go up to {highest}", at))
+        faults.append(Fault(f"micro-batch {gap} has no actions, though the micro-batches go up to {highest}", at))
     for stage, present in sorted(by_stage.items()):
         if len(present) < len(everywhere):
             missing = sorted(everywhere - present)
             faults.append(
-                _Fault(
+                Fault(
                     f"stage {stage} has {len(present)} micro-batches where {len(everywhere)} exist: "
                     f"no {_some(missing)}; every stage needs every micro-batch",
                     first[stage],
@@ -150,36 +155,36 @@ def _check_numbers(orders: Sequence[Sequence[Action]], places: dict[Action, list
     return faults
 
 
-def _check_once(places: dict[Action, list[_Place]], owner: dict[int, int], locate: Locate) -> list[_Fault]:
+def _check_once(places: dict[Action, list[Place]], owner: dict[int, int], locate: Locate) -> list[Fault]:
     """Each (stage, micro-batch) has one F and either one B or one I and one W."""
     faults = []
     for action, where in places.items():
         if len(where) > 1:
-            faults.append(_Fault(f"{action} is there {len(where)} times, first at {locate(*where[0])}", where[-1]))
+            faults.append(Fault(f"{action} is there {len(where)} times, first at {locate(*where[0])}", where[-1]))
     for stage, microbatch in sorted({(action.stage, action.microbatch) for action in places}):
         there = [kind for kind in Kind if Action(stage, kind, microbatch) in places]
         at = places[Action(stage, there[-1], microbatch)][0]
         if Kind.B in there and len(there) > 1 + (Kind.F in there):
             halves = " and ".join(f"{stage}{kind}{microbatch}" for kind in there if kind in (Kind.I, Kind.W))
-            faults.append(_Fault(f"{stage}B{microbatch} is a whole backward, yet {halves} is there too", at))
+            faults.append(Fault(f"{stage}B{microbatch} is a whole backward, yet {halves} is there too", at))
         wanted = (Kind.F, Kind.I, Kind.W) if Kind.I in there or Kind.W in there else (Kind.F, Kind.B)
         for kind in wanted if Kind.B not in there else (Kind.F,):
             if kind not in there:
                 text = f"{stage}{kind}{microbatch} is missing on rank {owner[stage]}"
-                faults.append(_Fault(f"{text}, which does {stage}{there[-1]}{microbatch}", at))
+                faults.append(Fault(f"{text}, which does {stage}{there[-1]}{microbatch}", at))
     return faults
 
 
-def _check_owner(places: dict[Action, list[_Place]], owner: dict[int, int]) -> list[_Fault]:
+def _check_owner(places: dict[Action, list[Place]], owner: dict[int, int]) -> list[Fault]:
     return [
-        _Fault(f"{action} is on rank {place.rank}, but stage {action.stage} is on rank {owner[action.stage]}", place)
+        Fault(f"{action} is on rank {place.rank}, but stage {action.stage} is on rank {owner[action.stage]}", place)
         for action, where in places.items()
         for place in where
         if place.rank != owner[action.stage]
     ]
 
 
-def _check_own_order(places: dict[Action, list[_Place]]) -> list[_Fault]:
+def _check_own_order(places: dict[Action, list[Place]]) -> list[Fault]:
     """F before B and I, and I before W, of one stage and micro-batch."""
     faults = []
     for action, where in places.items():
@@ -189,29 +194,37 @@ def _check_own_order(places: dict[Action, list[_Place]]) -> list[_Fault]:
         source = places.get(Action(action.stage, earlier, action.microbatch))
         if source and source[0].rank == where[0].rank and source[0].position > where[0].position:
             faults.append(
-                _Fault(f"{action} comes before {action.stage}{earlier}{action.microbatch}, which it needs", where[0])
+                Fault(f"{action} comes before {action.stage}{earlier}{action.microbatch}, which it needs", where[0])
             )
     return faults
 
 
-def _check_circle(graph: Graph, places: dict[Action, list[_Place]]) -> list[_Fault]:
-    if len(graph.order) == len(graph.actions):
+def describe_circle(
+    cells: Sequence[_Cell],
+    order: Sequence[int],
+    previous: Sequence[int],
+    data: Sequence[int],
+    places: Mapping[_Cell, Sequence[Place]],
+) -> list[Fault]:
+    """The fault of orders whose topological order is not whole: some cells that wait for each other in a circle."""
+    stuck = set(range(len(cells))) - set(order)
+    if not stuck:
         return []
-    stuck = set(range(len(graph.actions))) - set(graph.order)
     # Every stuck node waits for a stuck node, so walking back from any of them must come round.
     node = min(stuck)
     path: dict[int, int] = {}
     while node not in path:
         path[node] = len(path)
-        node = next(source for source in (graph.data[node], graph.previous[node]) if source in stuck)
-    circle = [graph.actions[step] for step, number in path.items() if number >= path[node]]
-    names = [str(action) for action in circle]
+        node = next(source for source in (data[node], previous[node]) if source in stuck)
+    circle = [cells[step] for step, number in path.items() if number >= path[node]]
+    names = [str(cell) for cell in circle]
     shown = names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], f"({len(names) - _SHOWN + 1} more)"]
     text = "no rank can go on: " + " waits for ".join([*shown, names[0]])
-    return [_Fault(text, places[circle[0]][0])]
+    return [Fault(text, places[circle[0]][0])]
 
 
-def _message(faults: list[_Fault], orders: Sequence[Sequence[Action]], locate: Locate) -> str:
+def describe_faults(faults: Sequence[Fault], orders: Sequence[Sequence[object]], locate: Locate) -> str:
+    """Every fault, and the grid with an arrow at the first."""
     lines = [f"the schedule cannot run: {len(faults)} fault{'s' if len(faults) > 1 else ''}."]
     for number, fault in enumerate(faults[:_SHOWN], 1):
         where = f" ({locate(*fault.at)})" if fault.at is not None else ""

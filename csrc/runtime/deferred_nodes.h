@@ -1,0 +1,88 @@
+#pragma once
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "runtime/node.h"
+#include "runtime/weight_queue.h"
+
+namespace timelyfreeze {
+
+// The leaf whose gradient is wanted; `transposed` where an operator was given its transposition.
+struct Parameter {
+  at::Tensor tensor;
+  bool transposed = false;
+};
+
+// The graph's node of an operator whose weight gradient may wait. Its outputs are the gradients of input, weight and
+// bias; those that wait are left undefined, so that autograd has nothing to accumulate.
+class DeferredNode : public torch::autograd::Node {
+ public:
+  explicit DeferredNode(std::shared_ptr<WeightQueue> queue) : queue_(std::move(queue)) {}
+
+ protected:
+  // False where the gradient is not for `.grad`, but asked for by torch.autograd.grad or to be differentiated again.
+  [[nodiscard]] static bool accumulates();
+
+  const std::shared_ptr<WeightQueue> queue_;
+};
+
+class DeferredProduct : public DeferredNode {
+ public:
+  // `bias_leaf` is undefined where the bias gradient does not wait.
+  DeferredProduct(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                  bool is_linear, Parameter parameter, at::Tensor bias_leaf, std::shared_ptr<WeightQueue> queue);
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  void release_variables() override;
+
+ private:
+  void defer(const at::Tensor& input, const at::Tensor& grad);
+
+  torch::autograd::SavedVariable input_;
+  torch::autograd::SavedVariable weight_;
+  const bool is_linear_;
+  const Parameter parameter_;
+  const at::Tensor bias_leaf_;
+  std::vector<int64_t> bias_sizes_;
+};
+
+struct ConvolutionShape {
+  std::vector<int64_t> stride;
+  std::vector<int64_t> padding;
+  std::vector<int64_t> dilation;
+  std::vector<int64_t> output_padding;
+  int64_t groups = 1;
+  bool transposed = false;
+};
+
+class DeferredConvolution : public DeferredNode {
+ public:
+  DeferredConvolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      ConvolutionShape shape, at::Tensor parameter, std::shared_ptr<WeightQueue> queue);
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  void release_variables() override;
+
+ private:
+  torch::autograd::SavedVariable input_;
+  torch::autograd::SavedVariable weight_;
+  const ConvolutionShape shape_;
+  const at::Tensor parameter_;
+  std::vector<int64_t> bias_sizes_;
+};
+
+class DeferredEmbedding : public DeferredNode {
+ public:
+  DeferredEmbedding(const at::Tensor& weight, const at::Tensor& indices, int64_t padding_index,
+                    std::shared_ptr<WeightQueue> queue);
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  void release_variables() override;
+
+ private:
+  torch::autograd::SavedVariable indices_;
+  const at::Tensor parameter_;
+  const int64_t padding_index_;
+};
+
+}  // namespace timelyfreeze
