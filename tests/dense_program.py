@@ -12,6 +12,12 @@ from timelyfreeze.cost import ActionCosts
 from timelyfreeze.schedule import Kind, Schedule, data_dependencies
 
 
+def longest_s(costs: ActionCosts) -> float:
+    """The longest action or transfer in seconds: the unit of a program's times."""
+    transfers = costs.transfer_s
+    return max(*costs.upper_s.values(), *(transfers.values() if isinstance(transfers, dict) else [transfers])) or 1.0
+
+
 class DenseProgram:
     """Starts and durations (not ratios) as variables, every edge, a dense matrix.
 
@@ -30,7 +36,7 @@ class DenseProgram:
             for microbatch in range(schedule.num_microbatches)
         ]  # below it no backward ever runs, and it needs no input gradient
         never = {a for a in actions if a.kind is not Kind.F and a.stage < lowest[a.microbatch]}
-        self.scale = max(costs.upper_s.values()) or 1.0
+        self.scale = longest_s(costs)
         upper = np.array([0.0 if a in never else costs.upper_s[a] for a in actions]) / self.scale
         is_above = [a.stage > lowest[a.microbatch] for a in actions]
         lower = np.array([costs.lower_s[a] * above for a, above in zip(actions, is_above, strict=True)])

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from tests.dense_program import longest_s
 from tests.plan_checks import caps_of
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.planner import PlanOptions
@@ -24,7 +25,7 @@ class CutProgram:
 
     def __init__(self, schedule: Schedule, costs: ActionCosts, options: PlanOptions) -> None:
         self.schedule, self.costs, self.options = schedule, costs, options
-        self.scale_s = max(costs.upper_s.values()) or 1.0
+        self.scale_s = longest_s(costs)
         self.columns: dict[object, int] = {}
         self.rows: list[tuple[Terms, float, float]] = []
         self.upper: dict[int, float] = {}
@@ -128,7 +129,7 @@ class CutProgram:
             self.add_time(terms, self.costs.upper_s[action])
 
     def add_time(self, terms: Terms, low: float) -> None:
-        """A row in seconds; starts and the makespan are counted in units of the longest action."""
+        """A row in seconds; starts and the makespan are counted in units of the longest time."""
         scaled = {col: value if col in self.times else value / self.scale_s for col, value in terms.items()}
         self.rows.append((scaled, low / self.scale_s, np.inf))
 

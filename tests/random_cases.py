@@ -10,7 +10,10 @@ from typing import Any
 from tests.random_schedules import random_costs, random_schedule
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.planner import PlanOptions
-from timelyfreeze.schedule import Kind, Schedule, create_schedule
+from timelyfreeze.schedule import Kind, Schedule, create_schedule, schedule_names
+
+# From this seed on schedules are those that have a name, mostly with several stages a rank and split backwards.
+FIRST_NAMED = 5_000
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,10 @@ class Case:
 def random_case(seed: int) -> Case:
     """Everything about a case follows from its seed. Half of them have costs that some tool is likely to trip over."""
     draw = random.Random(seed)
-    schedule = _equal_stages(draw) if draw.random() < 0.3 else random_schedule(draw)
+    if seed >= FIRST_NAMED:
+        schedule = _named(draw)
+    else:
+        schedule = _equal_stages(draw) if draw.random() < 0.3 else random_schedule(draw)
     costs = random_costs(schedule, draw)
     if draw.random() < 0.5:
         costs = draw.choice(DEGENERATE)(schedule, costs, draw)
@@ -61,6 +67,13 @@ def random_options(schedule: Schedule, draw: random.Random) -> PlanOptions:
 def _equal_stages(draw: random.Random) -> Schedule:
     name = draw.choice(["1f1b", "1f1b", "gpipe"])
     return create_schedule(name, num_ranks=draw.randint(1, 4), num_microbatches=draw.randint(1, 8))
+
+
+def _named(draw: random.Random) -> Schedule:
+    name = draw.choice(schedule_names()[2:])
+    per_rank = 3 if name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb") and draw.random() < 0.2 else None
+    num_ranks = draw.randint(1, 3 if per_rank is None else 2)
+    return create_schedule(name, num_ranks=num_ranks, num_microbatches=draw.randint(1, 5), stages_per_rank=per_rank)
 
 
 def _uniform(schedule: Schedule, costs: ActionCosts, draw: random.Random) -> ActionCosts:
@@ -105,8 +118,8 @@ def _frozen_front(schedule: Schedule, costs: ActionCosts, draw: random.Random) -
 
 
 def _slow_links(schedule: Schedule, costs: ActionCosts, draw: random.Random) -> ActionCosts:
-    """Transfers take longer than what they connect."""
-    return replace(costs, transfer_s=draw.uniform(1.0, 5.0) * max(costs.upper_s.values()))
+    """Transfers take longer, some very much longer, than what they connect."""
+    return replace(costs, transfer_s=10.0 ** draw.choice([0.3, 0.6, draw.uniform(1, 4)]) * max(costs.upper_s.values()))
 
 
 def _nearly_frozen(schedule: Schedule, costs: ActionCosts, draw: random.Random) -> ActionCosts:

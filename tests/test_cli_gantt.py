@@ -58,6 +58,19 @@ def test_gantt_of_a_split_backward_tells_its_halves() -> None:
     assert gantt(track, 16 + 15)[0] == "rank 0 │0░░░0▒▒▒0▚▚▚▚▚▚▚│   0%"
 
 
+def test_gantt_tells_the_stages_of_a_rank() -> None:
+    schedule = create_schedule("zbv", num_ranks=1, num_microbatches=1)
+    line = simulate(schedule, {action: 1.0 if action.kind.value == "F" else 2.0 for action in schedule.actions})
+    track = Track("v", schedule, line.start_s, line.end_s, {}, None, frozenset())
+    lines = draw_gantt(track, width=24 + 15, span_s=6.0)
+    assert str(lines[0]) == "rank 0 │0:0░1:0░1:0█████0:0█████│   0%"
+    assert "1:2 stage 1, micro-batch 2" in str(gantt_legend(lines, 80)[-1])
+    fills = [span.style for span in lines[0].spans if lines[0].plain[span.start] in "░█"]
+    assert list(dict.fromkeys(fills)) == ["blue", "bright_blue", "bright_green", "green"]
+    narrow = str(draw_gantt(track, width=16 + 15, span_s=6.0)[0])
+    assert narrow == "rank 0 │0░░0░1:0███0:0██│   0%"
+
+
 def test_gantt_of_many_ranks_says_what_it_leaves_out() -> None:
     schedule = create_schedule("gpipe", num_ranks=40, num_microbatches=1)
     costs = ActionCosts.uniform(schedule, forward_s=1.0, backward_s=1.0, frozen_backward_s=1.0)

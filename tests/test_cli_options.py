@@ -71,6 +71,20 @@ def test_fewer_microbatches_are_those_the_cap_leaves(microbatches: int, max_rati
     assert three.num_fewer_microbatches == expected, "a mean of equal caps is another number"
 
 
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "num_stages"),
+    [
+        ({"schedule": "zbv", "stages": 4}, 2, 4),
+        ({"schedule": "ZB-V", "stages": 4}, 2, 4),
+        ({"schedule": "looped_bfs", "stages": 6, "stages_per_rank": 3}, 2, 6),
+        ({"schedule": "zb_h1", "stages": 3}, 3, 3),
+    ],
+)
+def test_stages_are_dealt_out_to_ranks(options: dict[str, Any], num_ranks: int, num_stages: int) -> None:
+    schedule = TrainConfig(**options).sized_schedule(5)
+    assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (num_ranks, num_stages, 5)
+
+
 def test_fewer_microbatches_go_by_the_largest_of_the_stages_caps() -> None:
     config = TrainConfig(stages=4, microbatches=8, max_ratio=0.25, stage_max_ratio=((0, 0.0), (3, 0.5)))
     assert config.num_fewer_microbatches == 4  # as many as the parameters of stage 3 see
@@ -174,6 +188,12 @@ def test_options_that_matter_may_not_change() -> None:
         (["train", "--heads", "3"], "--width 258"),
         (["train", "--width", "0", "--layers", "-1"], "2 problems"),
         (["train", "--sequence-length", "100000000"], "the text is too short"),
+        (["train", "--schedule", "zbv", "--stages", "5"], "a multiple of 2, the stages that a rank holds under zbv"),
+        (["train", "--schedule", "zbv", "--stages", "5"], "Take --stages 4 or 6."),
+        (["train", "--schedule", "zbv", "--stages-per-rank", "1"], "--stages-per-rank of schedule zbv: expected 2"),
+        (["train", "--stages-per-rank", "0"], "--stages-per-rank is out of range: expected at least 1, got 0."),
+        (["train", "--schedule", "zigzag"], "unknown schedule: expected one of gpipe, 1f1b,"),
+        (["train", "--schedule", "zigzag", "--stages", "2"], "unknown schedule: expected one of gpipe, 1f1b,"),
         (["train", "--device", "cuda"], "--device cuda: expected a GPU that this torch can use, got none."),
     ],
 )

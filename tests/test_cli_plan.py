@@ -1,4 +1,4 @@
-"""`timelyfreeze plan`: figures, pictures, files, comparisons, and how wrong use is answered. Torch is never needed."""
+"""`timelyfreeze plan`: figures, pictures, files, and how wrong use is answered. Torch is never needed."""
 
 from __future__ import annotations
 
@@ -11,33 +11,18 @@ from typing import Any
 
 import pytest
 
+from tests.plan_command import TIMES, refuse, run, run_json
 from timelyfreeze.cli.main import main
 from timelyfreeze.cli.plan_answer import PlainSteps
 from timelyfreeze.cli.plan_case import PlanCase
 from timelyfreeze.cli.plan_options import StageTimes
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.planner import Plan, make_plan
-from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule, generators, schedule_names
-
-TIMES = ("--forward-ms", "15", "--backward-ms", "43", "--frozen-backward-ms", "20")
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that has to succeed; what it printed."""
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    return json.loads(run(capsys, *arguments, "--json"))
-
-
-def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that has to be refused as wrong use; what it said."""
-    assert main(["plan", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
+from timelyfreeze.schedule import (
+    Action,
+    Schedule,
+    create_schedule,
+)
 
 
 @pytest.fixture
@@ -195,75 +180,6 @@ def test_a_schedule_of_a_file_has_no_smaller_sibling(tmp_path: Path, capsys: pyt
     assert "--compare needs other numbers of micro-batches" in error
     make_plan(Schedule.from_csv(path), case_of(StageTimes([1.0], [2.0], [1.0]), 4).costs).save(tmp_path / "plan.json")
     assert "mine, 2 ranks" in run(capsys, "--costs", str(tmp_path))
-
-
-# Comparison
-
-
-def test_comparison_sets_modes_and_caps_side_by_side(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    table = run_json(capsys, *TIMES, "--compare")
-    assert {row["schedule"] for row in table["rows"]} | set(table["refused"]) == set(schedule_names())
-    own = [row for row in table["rows"] if row["schedule"] == "1f1b"]
-    figures = {(row["mode"], row["max_ratio"]): row["makespan_s"] for row in own}
-    assert figures["plain", 0.0] == pytest.approx(0.638)
-    assert [figures["plain", cap] for cap in (0.3, 0.5, 0.8)] == pytest.approx([0.522, 0.406, 0.290])
-    assert [figures["cut", cap] for cap in (0.3, 0.5, 0.8)] == pytest.approx([0.4536, 0.3905, 0.3168], rel=0.005)
-    for row in own:
-        assert row["time_per_live_microbatch_s"] == pytest.approx(row["makespan_s"] / row["live_microbatches"])
-        if row["mode"] == "plain":
-            assert row["speed_at_equal_gradients"] == pytest.approx(1.0)
-            assert row["speed_against_plain"] == pytest.approx(1.0)
-        else:
-            assert row["speed_against_plain"] == pytest.approx(0.638 / row["makespan_s"])
-    best = {row["max_ratio"]: (row["schedule"], row["mode"]) for row in table["best"]}
-    assert best[0.3] == ("1f1b", "cut")
-    assert best[0.8][1] == "plain"
-    text = " ".join(run(capsys, *TIMES, "--compare").split())
-    assert "Best for these costs: 1f1b, mode cut at cap 0.3, M = 8, 1.10x at equal gradients." in text
-    assert "Freezing pays at cap 0.3, 0.5; at the others a smaller batch" in text
-    assert width == 80
-
-
-def test_comparison_of_live_microbatches_keeps_gradients_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    table = run_json(capsys, *TIMES, "--compare", "--live-microbatches", "4")
-    assert {round(row["live_microbatches"], 6) for row in table["rows"]} == {4}
-    assert max(row["speed_at_equal_gradients"] for row in table["rows"]) == pytest.approx(0.406 / 0.3564, rel=0.005)
-
-
-def test_comparison_says_when_nothing_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(capsys, *TIMES, "--compare", "--ranks", "1", "--max-ratio", "0.5")
-    assert "Best for these costs: a plain step." in text
-
-
-def test_new_schedules_show_up_or_say_why_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def split(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-        """GPipe with every backward in two halves; two stages a rank."""
-        if stages_per_rank != 2:
-            raise ValueError("needs 2 stages a rank")
-        stages = [[rank, 2 * num_ranks - 1 - rank] for rank in range(num_ranks)]
-        numbers = range(num_microbatches)
-        return [
-            [Action(stage, Kind.F, mb) for stage in own for mb in numbers]
-            + [Action(stage, kind, mb) for stage in reversed(own) for mb in numbers for kind in (Kind.I, Kind.W)]
-            for own in stages
-        ]
-
-    def picky(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-        raise ValueError("picky: wants a full moon")
-
-    monkeypatch.setitem(generators._GENERATORS, "split", split)
-    monkeypatch.setitem(generators._GENERATORS, "picky", picky)
-    table = run_json(capsys, *TIMES, "--compare", "--ranks", "2", "--microbatches", "4", "--max-ratio", "0.5")
-    assert table["refused"] == {"picky": "picky: wants a full moon"}
-    rows = [row for row in table["rows"] if row["schedule"] == "split"]
-    assert {(row["mode"], row["stages_per_rank"]) for row in rows} == {("plain", 2), ("lp", 2), ("cut", 2)}
-    # Each rank still holds as much: 4 micro-batches of 58 ms, and the bubble on top.
-    assert 0.232 < rows[0]["makespan_s"] < 0.4
-    text = run(capsys, *TIMES, "--compare", "--ranks", "2", "--microbatches", "4", "--max-ratio", "0.5")
-    assert "split (2)" in text
-    assert "Left out: picky, picky: wants a full moon" in text
 
 
 # Wrong use

@@ -12,7 +12,7 @@ import pytest
 from tests.dense_program import DenseProgram
 from tests.independent_cuts import independent_optimum, independent_price
 from tests.plan_checks import caps_of, check_plan, price
-from tests.random_cases import Case, random_case
+from tests.random_cases import FIRST_NAMED, Case, random_case
 from tests.random_schedules import random_costs
 from tests.stub_stages import run_plan
 from timelyfreeze.errors import PlanError
@@ -23,17 +23,19 @@ from timelyfreeze.planner.model import CostModel
 from timelyfreeze.schedule import Kind
 
 NUM_IN_BLOCK = 25
-NUM_BLOCKS = 200
-NUM_SHORT_BLOCKS = 6
-# Of 5,000 plans some 30 are over 0.1 % slower than the mixed-integer program's best. The worst (one micro-batch), 30 %:
-# that program freezes all but 1e-4 of a stage so that it does not count as cut and starves nothing in the next one.
+NUM_BLOCKS = 220
+FIRST_NAMED_BLOCK = FIRST_NAMED // NUM_IN_BLOCK
+SHORT_BLOCKS = {0, 1, 2, 3, FIRST_NAMED_BLOCK, FIRST_NAMED_BLOCK + 1, FIRST_NAMED_BLOCK + 2}
+# Of 5,500 plans some 30 are over 0.1 % slower than the mixed-integer program's best, nearly all because it freezes all
+# but 1e-4 of a stage, so that it does not count as cut and starves nothing in the next one (the worst, with one
+# micro-batch, by 30 %), or because it does not know that masks have to be even where micro-batches are to be live.
 WORST_GAP_RATIO = 0.31
-MOST_WITH_A_GAP = 3  # in one block
+MOST_WITH_A_GAP = 2  # in one block
 # Of plans for a target two of 1,400 freeze over 2 % more than the least that the mixed-integer program found.
 MOST_DEAR = 1
 
 BLOCKS = [
-    pytest.param(block, marks=() if block < NUM_SHORT_BLOCKS else pytest.mark.long, id=f"from-{block * NUM_IN_BLOCK}")
+    pytest.param(block, marks=() if block in SHORT_BLOCKS else pytest.mark.long, id=f"from-{block * NUM_IN_BLOCK}")
     for block in range(NUM_BLOCKS)
 ]
 

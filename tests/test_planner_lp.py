@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from timelyfreeze.planner.lp import build_lp
 from timelyfreeze.planner.model import CostModel
 from timelyfreeze.planner.options import PlanOptions
 from timelyfreeze.planner.solve_lp import minimize_lp
-from timelyfreeze.schedule import Schedule, create_schedule
+from timelyfreeze.schedule import Kind, Schedule, create_schedule
 
 
 def formulation_of(schedule: Schedule, model: CostModel, cap: float) -> Formulation:
@@ -27,7 +28,7 @@ def formulation_of(schedule: Schedule, model: CostModel, cap: float) -> Formulat
 def sparse(schedule: Schedule, costs: ActionCosts, cap: float) -> tuple[np.ndarray, float]:
     formulation = formulation_of(schedule, CostModel(schedule, costs), cap)
     solver = HighsSolver(time_limit_s=60.0)
-    ratios, makespan_s, _ = minimize_lp(solver, formulation.problem, formulation.prices, None)
+    ratios, makespan_s, _ = minimize_lp(solver, formulation.problem, formulation.prices)
     return ratios, makespan_s
 
 
@@ -61,6 +62,33 @@ def test_least_time_first_then_least_freezing(stages: int, microbatches: int, se
     dense = DenseProgram(schedule, costs, 0.5)
     assert makespan_s == pytest.approx(dense.shortest(), rel=1e-9)
     assert float(ratios.sum()) == pytest.approx(dense.least_frozen(makespan_s), abs=5e-3)
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e5, 1e8, 1e11, 1e14])
+def test_transfers_of_any_length(factor: float) -> None:
+    """With times in units of the longest action alone, 1 in 7 random cases had no solution from 1e3 on."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        schedule = random_schedule(draw)
+        costs = random_costs(schedule, draw)
+        costs = replace(costs, transfer_s=factor * max(costs.upper_s.values()))
+        model = CostModel(schedule, costs)
+        ratios, makespan_s = sparse(schedule, costs, 0.5)
+        assert ((ratios >= -1e-6) & (ratios <= 1 + 1e-6)).all()
+        longest_s = float(model.makespans(np.zeros((1, *model.freezable.shape)))[0])
+        assert model.frozen_makespan() * (1 - 1e-9) <= makespan_s <= longest_s * (1 + 1e-9)
+
+
+def test_a_target_is_used_up_where_freezing_gains_next_to_nothing() -> None:
+    """Beside such gains the weight of the price hides the makespan, so that only the exact solves can find the plan."""
+    schedule = Schedule([["0F0", "1F0", "1B0", "0B0"]])
+    upper = dict.fromkeys(schedule.actions, 1.0)
+    costs = ActionCosts(upper, {action: 1 - 1e-6 for action in schedule.actions if action.kind is Kind.B})
+    formulation = formulation_of(schedule, CostModel(schedule, costs), 1.0)
+    # Stage 0 has ratio r0 for its whole second, since it needs no input gradient: without it, the step takes 3 s.
+    problem = replace(formulation.problem, upper=np.array([0.0, 1.0]))
+    found = minimize_lp(HighsSolver(time_limit_s=60.0), problem, formulation.prices, target_s=4 - 0.25e-6)
+    assert found.ratios.tolist() == pytest.approx([0.0, 0.25], abs=0.01)
 
 
 def test_ratios_above_the_cap_by_the_solvers_tolerance_are_scaled_down() -> None:

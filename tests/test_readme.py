@@ -13,6 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from timelyfreeze import create_schedule, simulate
+from timelyfreeze.schedule import default_stages_per_rank, schedule_names
+from timelyfreeze.schedule.passes import EQUAL_TIMES_S
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -92,3 +96,21 @@ def test_numbers_are_those_of_the_last_row(number, file, field, where):
 
 def test_there_are_numbers():
     assert len(CLAIMS) >= 8
+
+
+def test_the_grid_is_what_the_command_prints():
+    command, printed = re.search(r"\$ python -c '(.*)'\n((?:rank .*\n)+)", README).groups()
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == printed
+
+
+def test_schedules_idle_as_the_table_says():
+    rows = re.findall(r"^\| `(\w+)` \| (\d)(?: or more)? \| (.*?) \|", README, re.MULTILINE)
+    assert [name for name, _, _ in rows] == schedule_names()
+    for name, stages_per_rank, idle in rows:
+        assert default_stages_per_rank(name) == int(stages_per_rank)
+        for p in (2, 4, 8):
+            schedule = create_schedule(name, num_ranks=p, num_microbatches=4 * p)
+            timeline = simulate(schedule, {action: EQUAL_TIMES_S[action.kind] for action in schedule.actions})
+            expected = {"3 (p − 1)": 3 * (p - 1), "p − 1": p - 1, "0": 0}[idle]
+            assert max(timeline.idle_s) == expected, (name, p)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.viz_views import HOSTILE, cut_plan, full_view, measured_track, split_track, training_steps
+from tests.viz_views import HOSTILE, cut_plan, full_view, looped_track, measured_track, split_track, training_steps
 from timelyfreeze.schedule import Action, data_dependencies
 from timelyfreeze.viz import Track, View, tracks_of_plan, write_html, write_png, write_trace
 
@@ -126,6 +126,16 @@ def test_png_shows_colours_of_what_happened(tmp_path: Path) -> None:
     assert path > 1000
     assert pale > 1000
     assert counts(replace(track, ratios={}))[1] < pale / 10
+
+
+def test_png_tells_the_stages_of_a_rank_apart(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    write_png(View("", [], [looped_track()]), tmp_path / "one.png")
+    pixels = image.imread(tmp_path / "one.png")[:, :, :3]
+    forward = abs(pixels - (0xB9 / 255, 0xC0 / 255, 0xC8 / 255)).max(axis=-1) < 0.02
+    heights = forward[200:].sum(axis=0)  # below the legend; of the two forwards, and little else
+    first, second = (int(heights[round(share * len(heights))]) for share in (0.1, 0.28))
+    assert second == pytest.approx(0.62 * first, abs=2)
 
 
 def test_png_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.viz_page import Page, needs_chromium, start_browser
-from tests.viz_views import HOSTILE, cut_plan, full_view, split_track, training_steps
+from tests.viz_views import HOSTILE, cut_plan, full_view, looped_track, split_track, training_steps
 from timelyfreeze.schedule import Action, Schedule
 from timelyfreeze.viz import StepPoint, Track, View, tracks_of_plan
 
@@ -221,6 +221,20 @@ def test_shade_is_the_freeze_ratio_and_cuts_are_drawn(page: Page) -> None:
     assert colour_of("0F0") == (0xB9, 0xC0, 0xC8)
     x, y = page.point_of(1, 1e3 * planned.end_s[Action.parse("2B2")], 2)
     assert page.colour_at(x - 2, y) == (0x1B, 0x20, 0x25)
+
+
+def test_stages_of_a_rank_are_told_apart_by_height(page: Page) -> None:
+    page.open(View("", [], [looped_track()]))
+    assert page.find("[data-mark=stages]").is_displayed()
+    _, middle = page.point_of(0, 0.5, 0)
+    lane, forward, inputs, weights = (0xF4, 0xF5, 0xF6), (0xB9, 0xC0, 0xC8), (0x6F, 0x8F, 0x87), (0xC9, 0x8A, 0x00)
+    for number, colour in enumerate((forward, forward, inputs, (0x1B, 0x5A, 0x9E), weights)):
+        x, _ = page.point_of(0, number + 0.2, 0)
+        below, above = page.colour_at(x, middle + 8), page.colour_at(x, middle - 10)
+        assert below == colour
+        assert above == (colour if number in (0, 3) else lane)
+    page.open(View("", [], [split_track()]))
+    assert not page.find("[data-mark=stages]").is_displayed()
 
 
 def test_dark_and_light(page: Page) -> None:

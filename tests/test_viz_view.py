@@ -14,7 +14,7 @@ from tests.viz_views import cut_plan, full_view, measured_track, split_track
 from timelyfreeze.planner import Plan
 from timelyfreeze.schedule import Action, Kind, Schedule, create_schedule, data_dependencies, simulate
 from timelyfreeze.viz import Track, critical_path, tracks_of_plan
-from timelyfreeze.viz.layout import lay_out
+from timelyfreeze.viz.layout import bar_heights, lay_out
 from timelyfreeze.viz.page_data import page_data
 
 F0, B0 = Action.parse("0F0"), Action.parse("0B0")
@@ -137,6 +137,13 @@ def test_skipped_actions_need_no_times() -> None:
     )
     assert bare.makespan_s == track.makespan_s
     assert page_data(replace(full_view(), tracks=[bare])) == page_data(replace(full_view(), tracks=[track]))
+
+
+def test_later_stages_of_a_rank_have_lower_bars() -> None:
+    looped = create_schedule("looped_bfs", num_ranks=2, num_microbatches=2, stages_per_rank=3)
+    assert bar_heights(looped) == pytest.approx([1.0, 1.0, 0.81, 0.81, 0.62, 0.62])
+    assert bar_heights(create_schedule("dualpipev", num_ranks=2, num_microbatches=4)) == [1.0, 1.0, 0.62, 0.62]
+    assert set(bar_heights(create_schedule("zb_h1", num_ranks=3, num_microbatches=2))) == {1.0}
 
 
 def test_page_data_is_plain_json() -> None:

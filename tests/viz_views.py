@@ -73,3 +73,10 @@ def split_track() -> Track:
     line = simulate(schedule, dict.fromkeys(schedule.actions, 1.0), 0.0, skipped)
     ratios = {action: 0.5 for action in schedule.actions if action.kind is Kind.W}
     return Track("split", schedule, line.start_s, line.end_s, ratios, [0, 1], skipped)
+
+
+def looped_track() -> Track:
+    """Two stages on one rank, with split backwards above; every action takes a second."""
+    schedule = Schedule([["0F0", "1F0", "1I0", "0B0", "1W0"]])
+    line = simulate(schedule, dict.fromkeys(schedule.actions, 1.0))
+    return Track("looped", schedule, line.start_s, line.end_s, {}, None, frozenset())

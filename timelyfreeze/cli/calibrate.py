@@ -51,7 +51,12 @@ def choose_live(
     chosen = {}
     for mode in modes:
         plan = choose_microbatches(
-            config.schedule, costs, live_microbatches=live, mode=mode, min_live_ratio=config.min_live_ratio
+            config.schedule,
+            costs,
+            live_microbatches=live,
+            num_ranks=schedule.num_ranks,
+            mode=mode,
+            min_live_ratio=config.min_live_ratio,
         )
         chosen[mode] = plan.schedule.num_microbatches
         reporter.note(

@@ -11,7 +11,7 @@ from timelyfreeze.cli.plan_answer import PlainSteps, PlanAnswer, StepTime, answe
 from timelyfreeze.cli.plan_case import PlanCase
 from timelyfreeze.cli.plan_options import PlanRequest
 from timelyfreeze.planner import MODES
-from timelyfreeze.schedule import schedule_names
+from timelyfreeze.schedule import default_stages_per_rank, schedule_names
 
 PLAIN = "plain"
 
@@ -143,7 +143,7 @@ def compare(case: PlanCase, request: PlanRequest, on_progress: Callable[[str], N
 def _case_of(case: PlanCase, name: str) -> PlanCase:
     """The same model and ranks in another schedule, with as many stages a rank as it needs."""
     refusal: ValueError | None = None
-    for stages_per_rank in dict.fromkeys((case.stages_per_rank, 1, 2)):
+    for stages_per_rank in dict.fromkeys((case.stages_per_rank, default_stages_per_rank(name))):
         try:
             return case.sibling(case.schedule.num_microbatches, name=name, stages_per_rank=stages_per_rank)
         except ValueError as error:

@@ -40,9 +40,12 @@ def conclusion(comparison: Comparison) -> str:
     winners = [comparison.best(cap) for cap in groups]
     frozen = [row for row in winners if row.mode != PLAIN and row.speed_at_equal_gradients >= _TIE]
     if not frozen:
+        first = max(winners, key=lambda row: round(row.speed_at_equal_gradients, 6))
+        speed = first.speed_at_equal_gradients
+        gain = f" of {first.schedule}, {speed:.2f}x at equal gradients" if speed >= _TIE else ""
         return (
-            "Best for these costs: a plain step. No plan is faster than a plain step in which every parameter sees as "
-            "many gradients: where a step is too long, take a smaller batch."
+            f"Best for these costs: a plain step{gain}. No plan is faster than a plain step in which every parameter "
+            "sees as many gradients: where a step is too long, take a smaller batch."
         )
     best = max(frozen, key=lambda row: row.speed_at_equal_gradients)
     text = f"Best for these costs: {_describe(best)}, {best.speed_at_equal_gradients:.2f}x at equal gradients. "

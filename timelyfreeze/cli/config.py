@@ -9,10 +9,13 @@ from typing import Any
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.planner import MODES, fewer_microbatches
+from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank
 from timelyfreeze.schedule.checks import is_number
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_RANKS = 2
+_FROM_FILE = "a schedule from a file"
 
 StageRatios = tuple[tuple[int, float], ...]
 
@@ -85,6 +88,7 @@ class TrainConfig:
     sequence_length: int = 128
     tied: bool = False
     stages: int = 2
+    stages_per_rank: int | None = None
     microbatches: int = 8
     microbatch_size: int = 2
     schedule: str = "1f1b"
@@ -121,6 +125,8 @@ class TrainConfig:
             for name, low in whole
             if getattr(self, name) < low
         ]
+        if self.stages_per_rank is not None and self.stages_per_rank < 1:
+            found.append(problem("--stages-per-rank is out of range", expected="at least 1", got=self.stages_per_rank))
         found += self.model.problems()
         if self.seed >= 2**64:
             found.append(problem("--seed is out of range", expected="below 2**64", got=self.seed))
@@ -128,6 +134,7 @@ class TrainConfig:
             found.append(problem("--learning-rate is out of range", expected="above 0", got=self.learning_rate))
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             found.append(problem("--weight-decay is out of range", expected="at least 0", got=self.weight_decay))
+        found += self._schedule_problems()
         found += self._freezing_problems()
         found += self._conflicts()
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("mode", MODES)):
@@ -149,6 +156,27 @@ class TrainConfig:
                 )
             )
         return found
+
+    def _schedule_problems(self) -> list[str]:
+        """Whether the schedule is known, and the stages can be dealt out to ranks."""
+        if self.has_schedule_file:
+            return []
+        try:
+            per_rank = self._num_chunks
+        except ValueError as error:
+            return [str(error)]
+        if per_rank < 1 or self.stages < 1 or self.stages % per_rank == 0:
+            return []
+        least = self.stages // per_rank * per_rank
+        counts = " or ".join(str(count) for count in (least, least + per_rank) if count)
+        return [
+            problem(
+                "the stages cannot be dealt out to ranks",
+                expected=f"a multiple of {per_rank}, the stages that a rank holds under {self.schedule}",
+                got=f"--stages {self.stages}",
+                hint=f"Take --stages {counts}.",
+            )
+        ]
 
     def _freezing_problems(self) -> list[str]:
         shares = [("--max-ratio", self.max_ratio), ("--min-live-ratio", self.min_live_ratio)]
@@ -181,10 +209,11 @@ class TrainConfig:
             (live and bool(self.stage_max_ratio), "--live-microbatches", "--stage-max-ratio"),
             (live and self.target_ms is not None, "--live-microbatches", "--target-ms"),
             (live and given, "--live-microbatches", "--plan"),
-            (live and self.has_schedule_file, "--live-microbatches", "a schedule from a file"),
+            (live and self.has_schedule_file, "--live-microbatches", _FROM_FILE),
             (given and self.target_ms is not None, "--plan", "--target-ms"),
             (given and self.compare_modes, "--plan", "--compare-modes"),
             (self.compare_modes and not self.compare, "--compare-modes", "--no-compare"),
+            (self.has_schedule_file and self.stages_per_rank is not None, "--stages-per-rank", _FROM_FILE),
         ]
         return [
             problem(f"{one} and {other} exclude each other", hint="Leave one of them out.")
@@ -201,6 +230,19 @@ class TrainConfig:
     def has_schedule_file(self) -> bool:
         """Whether the schedule is a file rather than a name."""
         return self.schedule.endswith(".csv")
+
+    @property
+    def _num_chunks(self) -> int:
+        return default_stages_per_rank(self.schedule) if self.stages_per_rank is None else self.stages_per_rank
+
+    def sized_schedule(self, num_microbatches: int) -> Schedule:
+        """The schedule of that name with so many micro-batches; ValueError where it cannot have these counts."""
+        return create_schedule(
+            self.schedule,
+            num_ranks=self.stages // self._num_chunks,
+            num_microbatches=num_microbatches,
+            stages_per_rank=self._num_chunks,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -297,4 +339,4 @@ def _fits(value: object, name: str, default: object) -> bool:
     return is_number(value) if isinstance(default, float) else type(value) is type(default)
 
 
-_OPTIONAL = {"plan": str, "target_ms": float, "live_microbatches": int}
+_OPTIONAL = {"plan": str, "target_ms": float, "live_microbatches": int, "stages_per_rank": int}

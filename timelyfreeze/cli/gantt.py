@@ -26,6 +26,7 @@ _MEANINGS = {
     _SKIPPED: "no backward: below the cut",
     _IDLE: "idle",
 }
+_BETWEEN = ":"  # stage and micro-batch in a label
 
 _MIN_COLUMNS = 16
 _MAX_RANKS = 32
@@ -35,7 +36,8 @@ _TICK_COLUMNS = 12  # at least, between two numbers of the axis
 def draw_gantt(track: Track, *, width: int, span_s: float) -> list[Text]:
     """Draw a timeline, a line a rank and one for the axis; every line ends with the share of time that is idle.
 
-    An action begins with its micro-batch's number where there is room. What lasts less than half a column may vanish.
+    An action begins with its micro-batch's number where there is room; where ranks hold several stages, with
+    ``stage:micro-batch``, and every other stage of a rank is bright. What lasts less than half a column may vanish.
 
     Args:
         width: columns in all.
@@ -71,6 +73,8 @@ def gantt_legend(drawn: Sequence[Text], width: int) -> list[Text]:
             if lines[-1] and lines[-1].cell_len + entry.cell_len - 3 > width:
                 lines.append(Text())
             lines[-1].append_text(entry)
+    if any(_BETWEEN in line.plain for line in drawn):
+        lines.append(Text(f"1{_BETWEEN}2 stage 1, micro-batch 2; every other stage of a rank is bright"))
     for line in lines:
         line.rstrip()
     return lines
@@ -91,11 +95,13 @@ def _look(track: Track, action: Action) -> tuple[str, str]:
 
 def _row(track: Track, rank: int, num_columns: int, column_s: float) -> Text:
     last = min(num_columns, round(track.makespan_s / column_s))
+    stages = sorted({action.stage for action in track.schedule.ranks[rank]})
     cells = [_IDLE] * last + [(" ", "")] * (num_columns - last)
     for action in track.schedule.ranks[rank]:
         if action not in track.start_s:
             continue
         fill, colour = _look(track, action)
+        colour = f"bright_{colour}" if stages.index(action.stage) % 2 else colour
         begin = min(round(track.start_s[action] / column_s), num_columns)
         end = min(round(track.end_s[action] / column_s), num_columns)
         if action in track.skipped:
@@ -106,8 +112,10 @@ def _row(track: Track, rank: int, num_columns: int, column_s: float) -> Text:
             continue
         cells[begin:end] = [(fill, colour)] * (end - begin)
         label = str(action.microbatch)
+        if len(stages) > 1 and end - begin > len(f"{action.stage}{_BETWEEN}{label}"):
+            label = f"{action.stage}{_BETWEEN}{label}"
         if end - begin > len(label):
-            cells[begin : begin + len(label)] = [(digit, f"{colour} reverse") for digit in label]
+            cells[begin : begin + len(label)] = [(character, f"{colour} reverse") for character in label]
     row = Text()
     for character, style in cells:
         row.append(character, style=style)

@@ -7,8 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from timelyfreeze.cli.config import DEVICES, DTYPES, StageRatios, TrainConfig
+from timelyfreeze.cli.config import DEFAULT_RANKS, DEVICES, DTYPES, StageRatios, TrainConfig
 from timelyfreeze.planner import MODES
+from timelyfreeze.schedule import schedule_names
 
 _DESCRIPTION = """\
 Train a LLaMA-style byte-level language model, split over pipeline stages, on real text: plainly, then with TimelyFreeze
@@ -73,10 +74,11 @@ def _add_data_and_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline")
-    _add(group, "stages", int, "pipeline stages")
+    _add(group, "stages", int, f"pipeline stages (default: enough for {DEFAULT_RANKS} ranks)", default=False)
+    _add(group, "stages_per_rank", int, "stages that a rank holds (default: the schedule's own)", default=False)
     _add(group, "microbatches", int, "micro-batches of a step")
     _add(group, "microbatch_size", int, "sequences in a micro-batch")
-    _add(group, "schedule", str, "gpipe, 1f1b, or a .csv file", metavar="NAME")
+    _add(group, "schedule", str, f"{', '.join(schedule_names())}, or a .csv file", metavar="NAME")
     _add(group, "device", str, "auto takes all GPUs, else the CPU", choices=DEVICES)
     _add(group, "dtype", str, "bfloat16 trains under autocast", choices=DTYPES)
 

@@ -11,7 +11,7 @@ from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.files import read_json
 from timelyfreeze.planner import Plan
-from timelyfreeze.schedule import Schedule, create_schedule, schedule_names
+from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank, schedule_names
 
 _SCHEDULE, _NUM_RANKS, _NUM_MICROBATCHES = "1f1b", 4, 8
 
@@ -77,7 +77,7 @@ def read_case(request: PlanRequest) -> PlanCase:
     """
     if request.times is not None:
         with option_errors("reading the schedule"):
-            schedule, is_named = _schedule(request, _SCHEDULE, _NUM_RANKS, _NUM_MICROBATCHES, 1)
+            schedule, is_named = _schedule(request, _SCHEDULE, _NUM_RANKS, _NUM_MICROBATCHES, None)
         with option_errors("reading the times"):
             costs = request.times.costs(schedule, request.transfer_ms or 0.0)
         return _checked(PlanCase(schedule, costs, is_named, request.times))
@@ -123,7 +123,7 @@ def read_costs(path: str) -> tuple[ActionCosts, Schedule | None]:
 
 
 def _schedule(
-    request: PlanRequest, name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
+    request: PlanRequest, name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None
 ) -> tuple[Schedule, bool]:
     """The schedule that was typed, with defaults for what was not; and whether it has a name rather than a file."""
     asked = request.schedule or name
@@ -162,11 +162,21 @@ def _schedule_of_costs(request: PlanRequest, costs: ActionCosts, measured: Sched
     """The schedule that costs were measured in, or what was typed with the rest taken from there."""
     num_stages = 1 + max((action.stage for action in costs.upper_s), default=0)
     num_microbatches = 1 + max((action.microbatch for action in costs.upper_s), default=0)
-    if measured is None:
-        per_rank = request.stages_per_rank or 1
-        return _schedule(request, _SCHEDULE, max(1, num_stages // per_rank), num_microbatches, per_rank)
-    per_rank = measured.num_stages // measured.num_ranks
-    if request.schedule is None and measured.name not in schedule_names():  # its name means nothing here
-        _check_counts(request, measured)
+    if measured is not None and request.schedule is None and measured.name not in schedule_names():
+        _check_counts(request, measured)  # its name means nothing here
         return measured, False
-    return _schedule(request, measured.name, measured.num_ranks, num_microbatches, per_rank)
+    name = request.schedule or (_SCHEDULE if measured is None else measured.name)
+    if name.endswith(".csv"):
+        return _schedule(request, name, _NUM_RANKS, num_microbatches, None)
+    per_rank = request.stages_per_rank or default_stages_per_rank(name)
+    if measured is not None and request.stages_per_rank is None and name == measured.name:
+        per_rank = measured.num_stages // measured.num_ranks
+    if request.num_ranks is None and num_stages % per_rank:
+        raise ValueError(
+            problem(
+                f"the costs are of {num_stages} stages",
+                expected=f"a multiple of {per_rank}, the stages that a rank holds under {name}",
+                hint="Take another --schedule or --stages-per-rank.",
+            )
+        )
+    return _schedule(request, name, num_stages // per_rank, num_microbatches, per_rank)

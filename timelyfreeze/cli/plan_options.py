@@ -15,7 +15,7 @@ from timelyfreeze.cli.errors import CommandError, user_errors
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.planner.options import MODES
-from timelyfreeze.schedule import Schedule
+from timelyfreeze.schedule import Schedule, schedule_names
 
 STANDARD_OUTPUT = "-"
 # What the library calls an option, and how it is typed.
@@ -40,7 +40,8 @@ _EXAMPLES = """\
 examples:
   timelyfreeze plan --ranks 4 --microbatches 8 --forward-ms 15 --backward-ms 43 --frozen-backward-ms 20
   timelyfreeze plan --costs runs/first --max-ratio 0.5 --html plan.html     what a job measured, in a page
-  timelyfreeze plan --costs runs/first --compare                            schedules, modes and caps side by side"""
+  timelyfreeze plan --costs runs/first --compare                            schedules, modes and caps side by side
+  timelyfreeze plan --schedule zbv --forward-ms 7.5 --backward-ms 21.5 --frozen-backward-ms 10    two stages a rank"""
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,14 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("pipeline")
-    group.add_argument("--schedule", metavar="NAME", help="a schedule's name, or a .csv file (default: 1f1b)")
+    group.add_argument(
+        "--schedule", metavar="NAME", help=f"{', '.join(schedule_names())}, or a .csv file (default: 1f1b)"
+    )
     group.add_argument("--ranks", type=int, metavar="N", help="workers (default: 4)")
     group.add_argument("--microbatches", type=int, metavar="N", help="micro-batches of a step (default: 8)")
-    group.add_argument("--stages-per-rank", type=int, metavar="N", help="stages that a rank holds (default: 1)")
+    group.add_argument(
+        "--stages-per-rank", type=int, metavar="N", help="stages that a rank holds (default: the schedule's own)"
+    )
     group = parser.add_argument_group("times of one stage and micro-batch, one number or one a stage")
     group.add_argument("--forward-ms", type=_numbers, metavar="MS", help="forward")
     group.add_argument("--backward-ms", type=_numbers, metavar="MS", help="whole backward")

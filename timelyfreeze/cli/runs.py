@@ -20,7 +20,7 @@ from timelyfreeze.cli.trainer import Trainer
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.planner import Plan
 from timelyfreeze.runtime.engine import StepTimes
-from timelyfreeze.schedule import Action, Schedule, create_schedule
+from timelyfreeze.schedule import Action, Schedule
 
 _RECENT_STEPS = 20  # whose median step is kept to be looked at
 _STEADY = "steady"
@@ -87,7 +87,7 @@ class Job:
         return self._sized(self.chosen[mode]) if mode in self.chosen else self.schedule
 
     def _sized(self, num_microbatches: int) -> Schedule:
-        return create_schedule(self.config.schedule, num_ranks=self.config.stages, num_microbatches=num_microbatches)
+        return self.config.sized_schedule(num_microbatches)
 
     def freeze_config(self) -> FreezeConfig:
         """What the options say of freezing."""

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 
 from timelyfreeze.cli.checkpoint import Checkpoint
-from timelyfreeze.cli.config import TrainConfig, option, shown
+from timelyfreeze.cli.config import DEFAULT_RANKS, TrainConfig, option, shown
 from timelyfreeze.cli.data import Corpus, read_corpus
 from timelyfreeze.cli.errors import CommandError, user_errors
 from timelyfreeze.cli.folder import RunFolder
 from timelyfreeze.cli.measured import MeasuredRun, read_measured
 from timelyfreeze.cli.metrics import StepRow, read_rows
+from timelyfreeze.cli.plan_options import option_errors
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze.config import check_fits
 from timelyfreeze.planner import Plan
-from timelyfreeze.schedule import Schedule, create_schedule
+from timelyfreeze.runtime.arguments import default_num_stages
+from timelyfreeze.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def start(typed: Mapping[str, Any], out: str | None, held: ExitStack) -> Setup:
     Raises:
         CommandError: something is wrong with them; nothing was written.
     """
-    with user_errors("reading the schedule or the plan"):
+    with option_errors("reading the schedule or the plan"):
         config, schedule = _config_and_schedule(typed)
         fixed_plan = None if config.plan is None else Plan.load(config.plan)
         if fixed_plan is not None:
@@ -106,7 +108,7 @@ def take_up(folder: RunFolder, typed: Mapping[str, Any], out: str | None, held: 
         if config.has_schedule_file:
             schedule = Schedule.from_csv(folder.schedule, name=Path(config.schedule).stem)
         else:
-            schedule = _named_schedule(config)
+            schedule = config.sized_schedule(config.microbatches)
         plan = Plan.load(folder.plan) if config.plan is not None or folder.plan.exists() else None
     fixed_plan = None if config.plan is None else plan
     return Setup(config, corpus, schedule, fixed_plan, folder, checkpoint, rows, measured, plan)
@@ -140,8 +142,11 @@ def _config_and_schedule(typed: Mapping[str, Any]) -> tuple[TrainConfig, Schedul
             )
         typed = {"microbatches": typed["live_microbatches"], **typed}
     if not path.endswith(".csv"):
+        if "stages" not in typed:
+            per_rank = typed.get("stages_per_rank")
+            typed = {**typed, "stages": default_num_stages(path or TrainConfig.schedule, per_rank, DEFAULT_RANKS)}
         config = TrainConfig(**typed)
-        return config, _named_schedule(config)
+        return config, config.sized_schedule(config.microbatches)
     schedule = Schedule.from_csv(path)
     sizes = {"stages": schedule.num_stages, "microbatches": schedule.num_microbatches}
     for name, size in sizes.items():
@@ -177,10 +182,6 @@ def _under_plan(config: TrainConfig, plan: Plan, typed: Mapping[str, Any]) -> Tr
             )
         )
     return replace(config, **own)
-
-
-def _named_schedule(config: TrainConfig) -> Schedule:
-    return create_schedule(config.schedule, num_ranks=config.stages, num_microbatches=config.microbatches)
 
 
 def _check_device(config: TrainConfig) -> None:

@@ -6,7 +6,8 @@ import argparse
 
 _DESCRIPTION = """\
 Show a job that `timelyfreeze train --out DIR` runs or ran: how far it is, what its steps took beside what was planned,
-and a page with the measured timelines. It only reads, so a job may be looked at while it runs."""
+and a page with the measured timelines, RUN_DIR/timeline.html. All else in the folder stays as it is, so a job may be
+looked at while it runs."""
 
 
 def add_show_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

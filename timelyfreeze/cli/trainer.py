@@ -17,8 +17,9 @@ from timelyfreeze.cli.errors import TrainingError
 from timelyfreeze.cli.model import build_model, byte_loss
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
-from timelyfreeze.pipeline import FreezingPipeline, StepResult
+from timelyfreeze.pipeline import FreezingPipeline
 from timelyfreeze.runtime.memory import count_saved_bytes
+from timelyfreeze.runtime.results import StepResult
 from timelyfreeze.schedule import Schedule
 
 _CLIP_NORM = 1.0

@@ -137,7 +137,8 @@ class ActionCosts:
         """These costs for another schedule of the same stages: every stage's kind of action takes its median.
 
         Where that schedule splits backwards and these costs know whole ones, I takes the whole one's lower bound, and W
-        what that leaves of it. Stage 0's, which has none, is put at the other stages' share of the whole.
+        what that leaves of it. Stage 0's, which has none, is put at the other stages' share of the whole. Where it has
+        whole ones and these costs know their parts, they take as long as both.
 
         Raises:
             ValueError: the schedule has other stages, or a kind of action that these costs do not have.
@@ -156,6 +157,8 @@ class ActionCosts:
         for stage, kind in {(action.stage, action.kind) for action in schedule.actions} - bounds.keys():
             if kind in (Kind.I, Kind.W) and (stage, Kind.B) in bounds:
                 bounds[stage, kind] = _split(bounds, stage)[kind]
+            elif kind is Kind.B and {(stage, Kind.I), (stage, Kind.W)} <= bounds.keys():
+                bounds[stage, kind] = _joined(bounds, stage)
         missing = {f"stage {a.stage} {a.kind.value}" for a in schedule.actions if (a.stage, a.kind) not in bounds}
         if missing:
             raise ValueError(problem("costs lack times for the schedule", got=some(sorted(missing))))
@@ -252,6 +255,12 @@ def _medians(costs: ActionCosts) -> Bounds:
         )
         for group, actions in groups.items()
     }
+
+
+def _joined(bounds: Bounds, stage: int) -> tuple[float, float]:
+    """(upper, lower) bound of a stage's B from those of its I and W; stage 0 needs no input gradient."""
+    (input_s, _), (upper, lower) = bounds[stage, Kind.I], bounds[stage, Kind.W]
+    return input_s + upper, input_s + lower if stage else 0.0
 
 
 def _split(bounds: Bounds, stage: int) -> dict[Kind, tuple[float, float]]:

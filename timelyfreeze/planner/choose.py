@@ -57,12 +57,12 @@ def _amounts(model: CostModel, weights: Floats, limits: Limits, thorough: bool) 
     """How much to deal out, as (whole micro-batches, a part of one): the program's sum, and up to the cap."""
     num = len(weights)
     total = float(weights.sum())
-    num_full = int(total + 1e-6)
+    most = int(limits.most_full[model.base])
+    num_full = min(int(total + 1e-6), most)  # where the sum is itself the limit, rounding may pass it
     part = total - num_full
     # A micro-batch frozen in part keeps the bottom parameters frozen too. Where few are left it is wholly live instead.
     if part < 1e-6 or num - num_full - 1 < limits.live[model.base]:
         part = 0.0
-    most = int(limits.most_full[model.base])
     amounts = {(num_full, part): None, (most, 0.0): None}
     if thorough:
         amounts[(num_full + most) // 2, 0.0] = None

@@ -8,21 +8,16 @@ y <= r and y <= z_(s-1): a mixed-integer program, whose relaxation bounds every 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from timelyfreeze.errors import PlanError
 from timelyfreeze.planner.highs import HighsSolver, relaxed_optimum
 from timelyfreeze.planner.limits import Limits
-from timelyfreeze.planner.lp import Budget, Problem, SparseLp, build_lp, row_nodes
+from timelyfreeze.planner.lp import Budget, Problem, SparseLp, row_nodes
 from timelyfreeze.planner.model import CostModel, Floats, Ints
+from timelyfreeze.planner.solve_lp import minimize_lp
 from timelyfreeze.schedule import Schedule
 from timelyfreeze.schedule.graph import graph_of
-
-# Beside the makespan the price of freezing weighs this little, in units of the longest action, so that one solve finds
-# a fast plan that freezes little. The plan that is chosen in the end is solved again, exactly, in two steps.
-_WEIGHT = 1e-4
 
 
 class FixedCuts:
@@ -54,6 +49,7 @@ class FixedCuts:
             most: the largest ratio of every place at and above the cuts, ``[num_stages, num_microbatches]``.
             target_s: where the fastest plan is faster, the one that freezes least and takes no longer than this.
             is_exact: minimise the makespan first and the price of freezing then, instead of both at once.
+                The plan that is chosen in the end is solved so.
 
         Returns:
             None where the limits do not allow such cuts, or the solver gave up on numbers of very different sizes.
@@ -62,31 +58,14 @@ class FixedCuts:
         if problem is None:
             return None
         try:
-            found = np.minimum(self._solve(problem, target_s, is_exact), problem.upper)
+            solved = minimize_lp(self._solver, problem, self._prices, target_s=target_s, is_exact=is_exact)
         except PlanError:
             return None
+        found = np.minimum(solved.ratios, problem.upper)
         grid = np.zeros(self._model.freezable.shape)
         # A basic solution is exact up to rounding; ratios within 1e-9 of a bound are that bound.
         grid[self._stages, self._microbatches] = np.where(found < 1e-9, 0.0, np.where(found > 1 - 1e-9, 1.0, found))
         return self._limits.trim(grid)
-
-    def _solve(self, problem: Problem, target_s: float, is_exact: bool) -> Floats:
-        """The program's ratios; see ``solve``."""
-        solver, lp = self._solver, build_lp(problem)
-        makespan, ratios = lp.makespan, slice(lp.makespan + 1, None)
-        price = np.zeros(len(lp.cost))
-        price[ratios] = self._prices
-        solver.load(replace(lp, cost=lp.cost + _WEIGHT * price))
-        values = solver.minimize()
-        target = target_s / lp.scale_s
-        if values[makespan] < target or is_exact:
-            if values[makespan] >= target:
-                solver.set_costs(lp.cost)
-                target = float(solver.minimize(from_feasible=True)[makespan]) * (1 + 1e-12)
-            solver.set_costs(price)
-            solver.set_upper(makespan, target)
-            values = solver.minimize(from_feasible=True)
-        return values[ratios]
 
     def _problem(self, cuts: Ints, most: Floats) -> Problem | None:
         model, limits, nodes = self._model, self._limits, self._model.nodes

@@ -11,11 +11,12 @@ from timelyfreeze.planner.cut_lp import FixedCuts
 from timelyfreeze.planner.limits import Limits
 from timelyfreeze.planner.live import top_stage
 from timelyfreeze.planner.model import Bools, CostModel, Floats, Ints
-from timelyfreeze.planner.neighbours import first_cuts, guess_ratios, neighbour_cuts
+from timelyfreeze.planner.neighbours import first_cuts, guess_ratios, neighbour_cuts, rotated_cuts
 
 _SAME = 1e-7  # makespans this close, relatively, are equal: the solver's own tolerance
 _SEEDS = 3  # local search begins from so many of the first cuts
 _BATCH = 12  # cuts are tried by linear program in batches, the most promising first
+_MOST_ROTATED = 48  # so many of the cuts with three passed round: there are M^3 / 3, and few plans need one
 
 # What a search may take, in microseconds of a 3 GHz core: the linear program of n actions takes about n^1.5 of them
 # (0.5 ms at 64 actions, 2 at 256, 8 at 512, 90 at 2,048: measured). Counted rather than timed, so that plans repeat.
@@ -118,12 +119,18 @@ class CutSearch:
             found = better
 
     def _improve(self, found: Found) -> Found | None:
-        """A better plan among the neighbours of one, the most promising tried first."""
-        cuts, sources = neighbour_cuts(self._cuts(found.ratios), self._model, self._limits)
-        if not len(cuts):
-            return None
+        """A better plan among the neighbours of one, or else among those with three cuts passed round."""
+        at = self._cuts(found.ratios)
+        for near, most in ((neighbour_cuts, None), (rotated_cuts, _MOST_ROTATED)):
+            better = self._best_of(found, *near(at, self._model, self._limits), most)
+            if better is not None or self._is_spent():
+                return better
+        return None
+
+    def _best_of(self, found: Found, cuts: Ints, sources: Ints, most: int | None) -> Found | None:
+        """The best of the first batch of cuts that holds something better than ``found``, the most promising first."""
         guesses = guess_ratios(found.ratios, cuts, sources, self._limits)
-        order = np.argsort(self._model.makespans(guesses), kind="stable")
+        order = np.argsort(self._model.makespans(guesses), kind="stable")[:most]
         for first in range(0, len(order), _BATCH):
             best = found
             for number in order[first : first + _BATCH]:
@@ -148,20 +155,24 @@ class CutSearch:
         return self.best
 
     def _spare_others(self, found: Found) -> bool:
-        """Whether it is better to leave another micro-batch live, lest the bottom of their cut stage starve.
+        """Whether it is better to leave another micro-batch live, or one more, lest the bottom of a stage starve.
 
         Which one saves least was a guess (one rank, 8 micro-batches of which 2 are to be live: 3.5 % slower than the
-        best choice).
+        best choice). One more that is live in the cut stage may leave others, above their cuts, more to freeze.
         """
         cuts = self._cuts(found.ratios)
         is_open = self._in_cut_stage(found.ratios) & ~found.spared & (found.ratios > 0)
-        stage, live, frozen = np.nonzero(found.spared[:, :, None] & is_open[:, None, :])
+        swaps = np.argwhere(found.spared[:, :, None] & is_open[:, None, :])
+        more = np.argwhere(is_open & (self._limits.live > 0)[:, None])
+        stage, live, frozen = np.concatenate([swaps, more[:, [0, 1, 1]]]).T
         sets = np.repeat(found.ratios[None], len(stage), axis=0)
         at = np.arange(len(stage))
-        sets[at, stage, live], sets[at, stage, frozen] = sets[at, stage, frozen], sets[at, stage, live]
+        sets[at, stage, live] = sets[at, stage, frozen]
+        sets[at, stage, frozen] = 0.0
         for number in np.argsort(self._model.makespans(sets), kind="stable")[:_BATCH]:
             spared = found.spared.copy()
-            spared[stage[number], [live[number], frozen[number]]] = False, True
+            spared[stage[number], live[number]] = False
+            spared[stage[number], frozen[number]] = True
             self._solve_live(cuts, spared)
             if self.best is not found or self._is_spent():
                 break

@@ -17,17 +17,20 @@ from timelyfreeze.planner.model import Floats
 # interrupt needs a Python callback, and so the GIL, at every pivot. Slices of pivots, not of time: the same input goes
 # the same way. So many take up to 0.7 s on the largest programs.
 _SLICE_PIVOTS = 2000
-_NO_LIMIT = 2**31 - 1
+_NO_SLICES = 2**31 - 1
 # Where no vertex is known to start from, programs with more rows than this go to the interior point first: 1F1B 32 x
 # 128 with transfers, 14,944 rows, takes 3.7 to 6.3 s, all solves together; by the simplex alone 5.7 to 13.7 s.
 _MOST_SIMPLEX_ROWS = 10_000
-# Rows and bounds hold this exactly, in units of the longest action. With HiGHS's own 1e-7 ratios passed their limits by
+# Rows and bounds hold this exactly, in units of the longest time. With HiGHS's own 1e-7 ratios passed their limits by
 # 7e-7 in random cases where 1e-7 of the longest action is much for others.
 TOLERANCE = 1e-9
-_PRIMAL, _DUAL = 4, 1
+_DUAL, _PRIMAL = 1, 4
 _OPTIONS: dict[str, bool | int | float | str] = {
     "output_flag": False,
     "parallel": "off",
+    "solver": "simplex",
+    "simplex_strategy": _DUAL,
+    "simplex_iteration_limit": _SLICE_PIVOTS,
     "presolve": "off",  # ``build_lp`` does what would help, and a slice of the presolved program could not be resumed
     "simplex_dual_edge_weight_strategy": 1,  # Devex: exact weights cost a solve a row when the basis is not all slacks
     # HiGHS's random changes of costs, against ties, are in proportion to the largest cost, which is the makespan's; the
@@ -44,15 +47,18 @@ class StoppedError(Exception):
 
 
 class HighsSolver:
-    """One HiGHS instance: a program, solved again and again as its costs and bounds change. Not thread-safe."""
+    """One HiGHS instance: a program, solved again and again as its costs and bounds change. Not thread-safe.
+
+    Args:
+        time_limit_s: for every solve.
+    """
 
     def __init__(self, *, time_limit_s: float) -> None:
         # The base class: highspy.Highs prints a banner as it is made, and calls back into Python at every pivot.
         self._highs: Any = _Highs()
-        for name, value in _OPTIONS.items():
-            self._highs.setOptionValue(name, value)
+        self._highs.setOptionValue("output_flag", False)
         self._time_limit_s = time_limit_s
-        self._is_large = False
+        self._method = "simplex"  # of the next solve
         self.is_stopped: Callable[[], bool] = lambda: False  # asked between two slices
 
     def load(self, lp: SparseLp, start: Basis | None = None) -> None:
@@ -60,7 +66,7 @@ class HighsSolver:
         _pass(self._highs, lp)
         # A start that does not fit is refused; HiGHS then begins with every row slack, which is dual feasible here.
         is_taken = start is not None and self._highs.setBasis(start) == highspy.HighsStatus.kOk
-        self._is_large = not is_taken and len(lp.row_lower) > _MOST_SIMPLEX_ROWS
+        self._method = "ipx" if not is_taken and len(lp.row_lower) > _MOST_SIMPLEX_ROWS else "simplex"
 
     def set_costs(self, cost: Floats) -> None:
         """Minimise another sum of the columns."""
@@ -80,16 +86,12 @@ class HighsSolver:
             PlanError: no optimum, and why.
             StoppedError: ``is_stopped`` said so between two slices.
         """
-        self._highs.setOptionValue("simplex_strategy", _PRIMAL if from_feasible else _DUAL)
-        status = self._run("ipx" if self._is_large else "simplex")
-        self._is_large = False  # there is a vertex now
+        status = self._run(solver=self._method, simplex_strategy=_PRIMAL if from_feasible else _DUAL)
+        self._method = "simplex"  # there is a vertex now: the interior point ends at one as well
         if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
             # A basis can turn out singular or stall; HiGHS's own start with presolve does not depend on it.
             self._highs.clearSolver()
-            self._highs.setOptionValue("simplex_strategy", _DUAL)
-            self._highs.setOptionValue("presolve", "on")
-            status = self._run("simplex", num_pivots=_NO_LIMIT)
-            self._highs.setOptionValue("presolve", "off")
+            status = self._run(presolve="on", simplex_iteration_limit=_NO_SLICES)
         if status != highspy.HighsModelStatus.kOptimal:
             text = self._highs.modelStatusToString(status)
             raise PlanError(problem("the linear program was not solved", expected="an optimum", got=text))
@@ -99,22 +101,18 @@ class HighsSolver:
         """Where the last solve ended, to start a similar program from."""
         return self._highs.getBasis()
 
-    def _run(self, solver: str, num_pivots: int = _SLICE_PIVOTS) -> highspy.HighsModelStatus:
-        """Solve, slice by slice. The interior point, which ends at a vertex as well, is one slice."""
-        end = self._highs.getRunTime() + self._time_limit_s
-        self._highs.setOptionValue("time_limit", end)
-        self._highs.setOptionValue("simplex_iteration_limit", num_pivots)
-        status = highspy.HighsModelStatus.kIterationLimit
-        while status == highspy.HighsModelStatus.kIterationLimit:
-            if self.is_stopped():
-                raise StoppedError
-            if self._highs.getRunTime() >= end:
-                return highspy.HighsModelStatus.kTimeLimit
-            self._highs.setOptionValue("solver", solver)
+    def _run(self, **options: bool | int | float | str) -> highspy.HighsModelStatus:
+        """Solve, slice by slice, with some options other than usual."""
+        ends_s = self._highs.getRunTime() + self._time_limit_s  # HiGHS counts from its making, not from each run
+        for name, value in (_OPTIONS | options | {"time_limit": ends_s}).items():
+            self._highs.setOptionValue(name, value)
+        while not self.is_stopped():
             self._highs.run()
-            status = self._highs.getModelStatus()
-            solver = "simplex"
-        return status
+            status: highspy.HighsModelStatus = self._highs.getModelStatus()
+            if status != highspy.HighsModelStatus.kIterationLimit:
+                return status
+            self._highs.setOptionValue("solver", "simplex")  # goes on where an interior point's slice ended as well
+        raise StoppedError
 
 
 def relaxed_optimum(lp: SparseLp, time_limit_s: float) -> float | None:

@@ -20,7 +20,7 @@ class SparseLp:
     """minimise cost . x  subject to  col_lower <= x <= col_upper  and  row_lower <= A x <= row_upper.
 
     A is stored by rows (``starts``, ``index``, ``value``). Columns: starts, the makespan T (column ``makespan``), then
-    the freeze ratios. Times are in units of ``scale_s``, so that every number is about 1.
+    the freeze ratios. Times are in units of ``scale_s``, the longest action or transfer, so that numbers are small.
     """
 
     cost: Floats
@@ -78,7 +78,7 @@ def build_lp(problem: Problem) -> SparseLp:
     waits for; the same for T and the last end of every rank; the budgets.
     """
     graph = problem.graph
-    scale = float(problem.upper_s.max()) or 1.0
+    scale = float(max(problem.upper_s.max(), problem.transfer_s.max())) or 1.0
     upper, span, transfer = (times.tolist() for times in (problem.upper_s, problem.span_s, problem.transfer_s))
     ratio = problem.ratio.tolist()
     starts = _Starts()

@@ -170,7 +170,7 @@ class Planner:
         start = None
         if self._basis is not None and np.array_equal(self._basis[1], model.freezable):
             start = self._basis[0]
-        values, shortest_s, basis = minimize_lp(
+        ratios, shortest_s, basis = minimize_lp(
             self._solver, formulation.problem, formulation.prices, start, target_s=target_s
         )
         self._basis = (basis, model.freezable)
@@ -178,7 +178,7 @@ class Planner:
         # The optimum lies between the two by definition; the solver's tolerance must not say otherwise.
         shortest_s = min(max(shortest_s, model.frozen_makespan()), unfrozen_s)
         promised_s = min(max(shortest_s, target_s), unfrozen_s)
-        ratios = formulation.to_grid(values)
+        ratios = formulation.to_grid(ratios)
         least = np.minimum(limits.sums, ratios.sum(axis=1))
         # Above the least makespan the caps do not bind: what is dealt out by whole micro-batches is the amount that the
         # program chose, or as little more as reaches the target.

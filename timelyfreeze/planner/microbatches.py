@@ -6,7 +6,7 @@ from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import problem
 from timelyfreeze.planner.make import make_plan
 from timelyfreeze.planner.plan import Plan
-from timelyfreeze.schedule import create_schedule
+from timelyfreeze.schedule import create_schedule, default_stages_per_rank
 
 
 def choose_microbatches(
@@ -27,8 +27,8 @@ def choose_microbatches(
     Args:
         schedule_name: as ``create_schedule`` takes it.
         costs: measured with any number of micro-batches: each stage's kind of action takes its median.
-        num_ranks: default: one a stage.
-        max_microbatches: the most to try; default: one more for every stage, then no bubble is left to fill.
+        num_ranks: default: as many as hold these stages, each the schedule's own number.
+        max_microbatches: the most to try; default: one more for every rank, then no bubble is left to fill.
         mode, min_live_ratio: as for ``make_plan``.
 
     Returns:
@@ -45,12 +45,12 @@ def choose_microbatches(
     (522.0, 356.4, 6)
     """
     num_stages = 1 + max(action.stage for action in costs.upper_s)
-    ranks = num_stages if num_ranks is None else num_ranks
+    ranks = num_stages // default_stages_per_rank(schedule_name) if num_ranks is None else num_ranks
     if type(live_microbatches) is not int or live_microbatches < 1:
         raise ValueError(problem("live_microbatches", expected="a whole number from 1", got=repr(live_microbatches)))
     if ranks < 1 or num_stages % ranks:
         raise ValueError(problem("num_ranks", expected=f"a divisor of the {num_stages} stages", got=ranks))
-    most = live_microbatches + num_stages if max_microbatches is None else max_microbatches
+    most = live_microbatches + ranks if max_microbatches is None else max_microbatches
     best: Plan | None = None
     refusal: ValueError | None = None
     for number in range(live_microbatches, most + 1):

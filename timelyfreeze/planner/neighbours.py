@@ -10,7 +10,6 @@ from timelyfreeze.planner.model import FULL, Bools, CostModel, Floats, Ints
 
 _SLOPES = (1.0, 2.0, 0.5, 0.0)  # of the staircase at the end, in stages a micro-batch; 0: none, all at the top
 _MOST_NEIGHBOURS = 4_000
-_NO_SOURCE = -1
 
 
 def first_cuts(model: CostModel, limits: Limits) -> Ints:
@@ -43,50 +42,50 @@ def neighbour_cuts(cuts: Ints, model: CostModel, limits: Limits) -> tuple[Ints, 
     raised to the top while another is lowered to the bottom.
 
     Returns:
-        the cuts ``[num, num_microbatches]``, and for exchanges the two micro-batches ``[num, 2]``, else -1.
+        the cuts, and for every micro-batch the one that had its cut before (itself where its cut is new), both
+        ``[num, num_microbatches]``.
     """
     num, top, base = len(cuts), top_stage(model), model.base
-    first, second = (places.reshape(-1) for places in np.indices((num, num)))
+    stages, moved = np.indices((model.num_stages, num))[:, base : top + 1].reshape(2, -1)
+    first, second = np.indices((num, num)).reshape(2, -1)
     low, high = cuts[first], cuts[second]
-    kinds = [
-        (first < second) & (low != high),
-        (first != second) & (low < top) & (high > base),
-        (first != second) & (low < top) & (high > base) & (low + 1 < top),
+    swapped = (first < second) & (low != high)
+    stepped = (first != second) & (low < top) & (high > base)
+    leaped = stepped & (low + 1 < top)
+    rows = [
+        _with(cuts, moved, stages)[cuts[moved] != stages],
+        _with(_with(cuts, first, low + 1), second, high - 1)[stepped],
+        _with(_with(cuts, first, np.full_like(low, top)), second, np.full_like(low, base))[leaped],
     ]
-    new_first = [high, low + 1, np.full_like(low, top)]
-    new_second = [low, high - 1, np.full_like(low, base)]
-    rows, sources = [], []
-    for stage in range(base, top + 1):
-        moved = np.flatnonzero(cuts != stage)
-        rows.append(np.repeat(cuts[None], len(moved), axis=0))
-        rows[-1][np.arange(len(moved)), moved] = stage
-        sources.append(np.full((len(moved), 2), _NO_SOURCE))
-    for kind, (where, mine, theirs) in enumerate(zip(kinds, new_first, new_second, strict=True)):
-        chosen = np.flatnonzero(where)
-        row = np.repeat(cuts[None], len(chosen), axis=0)
-        at = np.arange(len(chosen))
-        row[at, second[chosen]] = theirs[chosen]
-        row[at, first[chosen]] = mine[chosen]
-        rows.append(row)
-        pair = np.stack([first[chosen], second[chosen]], axis=1)
-        sources.append(pair if kind == 0 else np.full_like(pair, _NO_SOURCE))
-    found, source = np.concatenate(rows), np.concatenate(sources)
-    fits = np.flatnonzero(_fits(found, model, limits))
-    fits = fits[:: max(1, -(-len(fits) // _MOST_NEIGHBOURS))]
-    return found[fits], source[fits]
+    exchanges = _with(_with(np.arange(num), first, second), second, first)[swapped]
+    sources = np.concatenate([np.tile(np.arange(num), (sum(map(len, rows)), 1)), exchanges])
+    return _valid(np.concatenate([*rows, cuts[exchanges]]), sources, model, limits)
+
+
+def rotated_cuts(cuts: Ints, model: CostModel, limits: Limits) -> tuple[Ints, Ints]:
+    """Cuts in which three micro-batches pass theirs round; returned as from ``neighbour_cuts``.
+
+    Where micro-batches are unlike each other, two exchanges in a row may lead past what is slower or not allowed.
+    """
+    num = len(cuts)
+    first, second, third = np.indices((num, num, num)).reshape(3, -1)
+    unlike = (cuts[first] != cuts[second]) & (cuts[second] != cuts[third]) & (cuts[third] != cuts[first])
+    chosen = np.flatnonzero((first < second) & (first < third) & unlike)
+    first, second, third = (places[_evenly(chosen)] for places in (first, second, third))
+    sources = _with(_with(_with(np.arange(num), first, second), second, third), third, first)
+    return _valid(cuts[sources], sources, model, limits)
 
 
 def guess_ratios(ratios: Floats, cuts: Ints, sources: Ints, limits: Limits) -> Floats:
     """Ratios for each of several cuts near those of ``ratios``: kept where they can be, scaled to the limits.
 
+    Args:
+        cuts, sources: as ``neighbour_cuts`` returns them.
+
     Returns:
         ``[num, num_stages, num_microbatches]``.
     """
-    num = len(cuts)
-    sets = np.repeat(ratios[None], num, axis=0)
-    exchanged = np.flatnonzero(sources[:, 0] != _NO_SOURCE)
-    first, second = sources[exchanged].T
-    sets[exchanged, :, first], sets[exchanged, :, second] = ratios[:, second].T, ratios[:, first].T
+    sets = ratios[:, sources].swapaxes(0, 1)
     stages = np.arange(ratios.shape[0])[None, :, None]
     full = (stages < cuts[:, None, :]) & (limits.most > 0)
     released = (sets >= FULL) & ~full
@@ -98,6 +97,23 @@ def guess_ratios(ratios: Floats, cuts: Ints, sources: Ints, limits: Limits) -> F
     partly = np.where(released, np.minimum(left, 0.9 * limits.most), partly)
     guesses: Floats = np.where(full, 1.0, partly)
     return guesses
+
+
+def _with(rows: Ints, places: Ints, values: Ints) -> Ints:
+    """One row, or one for each of ``places``, with one entry of each changed."""
+    changed = np.array(np.broadcast_to(rows, (len(places), rows.shape[-1])))
+    changed[np.arange(len(places)), places] = values
+    return changed
+
+
+def _valid(cuts: Ints, sources: Ints, model: CostModel, limits: Limits) -> tuple[Ints, Ints]:
+    chosen = _evenly(np.flatnonzero(_fits(cuts, model, limits)))
+    return cuts[chosen], sources[chosen]
+
+
+def _evenly(numbers: Ints) -> Ints:
+    """At most so many as are worth a guess, evenly chosen."""
+    return numbers[:: max(1, -(-len(numbers) // _MOST_NEIGHBOURS))]
 
 
 def _fits(cuts: Ints, model: CostModel, limits: Limits) -> Bools:

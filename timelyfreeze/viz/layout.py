@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from timelyfreeze.schedule import Kind
+from timelyfreeze.schedule import Kind, Schedule
 from timelyfreeze.schedule.graph import NOTHING, Graph, graph_of
 from timelyfreeze.schedule.simulate import transfer_times
 from timelyfreeze.viz.view import Track
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+_LEAST_HEIGHT = 0.62  # of a bar; a label still fits in
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Layout:
         is_skipped: whether it does not run.
         ends_backward: whether its micro-batch is cut here: no backward runs below this action.
         path: nodes of the critical path, first to last.
+        height: of its bar, as a share of its rank's row; see ``bar_heights``.
     """
 
     graph: Graph
@@ -36,6 +39,7 @@ class Layout:
     is_skipped: Bools
     ends_backward: Bools
     path: list[int]
+    height: Floats
 
 
 def lay_out(track: Track) -> Layout:
@@ -51,7 +55,25 @@ def lay_out(track: Track) -> Layout:
         is_skipped=is_skipped,
         ends_backward=_ends(track, graph, end),
         path=_critical_nodes(track, graph, end),
+        height=np.array(bar_heights(track.schedule))[graph.arrays.stage],
     )
+
+
+def bar_heights(schedule: Schedule) -> list[float]:
+    """How high every stage's bars are: a rank's lowest stage fills its row, its highest is the lowest bar.
+
+    Height, since colours stand for kinds and shades for freeze ratios.
+
+    >>> from timelyfreeze.schedule import create_schedule
+    >>> bar_heights(create_schedule("zbv", num_ranks=2, num_microbatches=2))
+    [1.0, 1.0, 0.62, 0.62]
+    """
+    heights = [1.0] * schedule.num_stages
+    for rank in range(schedule.num_ranks):
+        own = [stage for stage, on in enumerate(schedule.stage_to_rank) if on == rank]
+        for place, stage in enumerate(own):
+            heights[stage] = 1.0 - (1.0 - _LEAST_HEIGHT) * place / max(1, len(own) - 1)
+    return heights
 
 
 def _times(track: Track, graph: Graph) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from timelyfreeze.viz.layout import lay_out
+from timelyfreeze.viz.layout import bar_heights, lay_out
 from timelyfreeze.viz.text import time_unit
 from timelyfreeze.viz.view import StepPoint, Track, View
 
@@ -42,6 +42,7 @@ def _track(track: Track) -> dict[str, Any]:
         "name": track.name,
         "num_stages": track.schedule.num_stages,
         "num_microbatches": track.schedule.num_microbatches,
+        "bar_heights": bar_heights(track.schedule),  # by stage
         "makespan_s": track.makespan_s,
         "bubble_ratio": track.bubble_ratio,
         # By action, rank after rank; rank_sizes says how many of them each rank has.

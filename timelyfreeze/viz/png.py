@@ -20,6 +20,7 @@ from timelyfreeze.viz.png_track import draw_track
 from timelyfreeze.viz.view import View
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _WIDTH, _LEFT, _RIGHT, _TOP, _LINE, _LEGEND = 14.0, 0.85, 0.3, 0.3, 0.24, 0.3
 _TITLE, _X_LABELS, _PHASES = 0.5, 0.45, 0.3
 _DPI = 120
+_LEGEND_COLUMNS = 7
 _FACTS_PER_LINE = 150  # letters
 
 
@@ -60,11 +62,12 @@ def write_png(view: View, path: str | PathLike[str]) -> None:
     facts = "     ".join(f"{name}: {value}" for name, value in view.facts)
     lines = textwrap.wrap(facts, _FACTS_PER_LINE)
     panels = _panels(view)
-    header = _TOP + _LINE + len(lines) * _LINE + (_LEGEND if view.tracks else 0.0)
+    legend = _legend(view) if view.tracks else []
+    header = _TOP + _LINE + len(lines) * _LINE + -(-len(legend) // _LEGEND_COLUMNS) * _LEGEND
     height = header + sum(panel.above + panel.height + panel.below for panel in panels) + _TOP
     figure = Figure(figsize=(_WIDTH, height), facecolor=light_palette()["page"])
     FigureCanvasAgg(figure)  # the figure keeps it
-    _draw_header(figure, view, lines)
+    _draw_header(figure, view, lines, legend)
     top = height - header
     for panel in panels:
         top -= panel.above + panel.height
@@ -102,7 +105,7 @@ def _panels(view: View) -> list[_Panel]:
     return panels
 
 
-def _draw_header(figure: Figure, view: View, lines: list[str]) -> None:
+def _draw_header(figure: Figure, view: View, lines: list[str], legend: list[tuple[str, Artist]]) -> None:
     palette = light_palette()
     height = figure.get_figheight()
     left = 0.3 / _WIDTH
@@ -114,17 +117,18 @@ def _draw_header(figure: Figure, view: View, lines: list[str]) -> None:
     write(view.title, _TOP, fontsize=15, fontweight="bold", color=palette["ink"])
     for number, line in enumerate(lines):
         write(line, _TOP + 0.42 + number * _LINE, fontsize=9.5, color=palette["muted"])
-    if view.tracks:
-        _draw_legend(figure, view, 1 - (_TOP + 0.46 + len(lines) * _LINE) / height)
+    if legend:
+        _draw_legend(figure, legend, 1 - (_TOP + 0.46 + len(lines) * _LINE) / height)
 
 
-def _draw_legend(figure: Figure, view: View, top: float) -> None:
+def _legend(view: View) -> list[tuple[str, Artist]]:
+    """What occurs in the timelines, in words with a sample each."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     palette = light_palette()
     kinds = {action.kind.value for track in view.tracks for action in track.schedule.actions}
-    entries: list[tuple[str, str, Any]] = [
+    entries: list[tuple[str, str, Artist]] = [
         ("F", "forward", Patch(facecolor=palette["forward"])),
         ("B", "backward, all trained", Patch(facecolor=palette["backward-live"])),
         ("B", "backward, all frozen", Patch(facecolor=palette["backward-frozen"])),
@@ -132,22 +136,29 @@ def _draw_legend(figure: Figure, view: View, top: float) -> None:
         ("W", "weight gradient, all trained", Patch(facecolor=palette["weight-live"])),
         ("W", "weight gradient, all frozen", Patch(facecolor=palette["weight-frozen"])),
     ]
-    shown = [(label, handle) for kind, label, handle in entries if kind in kinds]
+    shown: list[tuple[str, Artist]] = [(label, handle) for kind, label, handle in entries if kind in kinds]
+    if any(track.schedule.num_stages > track.schedule.num_ranks for track in view.tracks):
+        shown.append(("lower bar: later stage of its rank", Patch(facecolor="none")))
     if any(track.cuts is not None and any(track.cuts) for track in view.tracks):
         shown.append(("cut: no backward below", Line2D([], [], color=palette["cut"], linewidth=3)))
     if any(track.skipped for track in view.tracks):
         ring = Line2D([], [], color=palette["skipped"], marker="o", markerfacecolor=palette["page"], linestyle="none")
         shown.append(("skipped", ring))
     shown.append(("critical path", Line2D([], [], color=palette["accent"], linewidth=2)))
-    labels, handles = zip(*shown, strict=True)
+    return shown
+
+
+def _draw_legend(figure: Figure, legend: list[tuple[str, Artist]], top: float) -> None:
+    rows = -(-len(legend) // _LEGEND_COLUMNS)
+    labels, handles = zip(*legend, strict=True)
     figure.legend(
         *(handles, labels),
         loc="upper left",
         bbox_to_anchor=(0.3 / _WIDTH, top),
-        ncols=len(shown),
+        ncols=-(-len(legend) // rows),
         frameon=False,
         fontsize=9,
-        labelcolor=palette["muted"],
+        labelcolor=light_palette()["muted"],
         borderpad=0,
         borderaxespad=0,
         handlelength=1.4,

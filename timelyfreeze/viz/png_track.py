@@ -43,7 +43,8 @@ def draw_track(
     rank = np.array(layout.graph.rank, dtype=np.float64)
     start, end = layout.start_s * per_s, layout.end_s * per_s
     runs = ~layout.is_skipped
-    outline = ((start, -_HALF), (end, -_HALF), (end, _HALF), (start, _HALF))
+    top = _HALF - 2 * _HALF * layout.height  # rows grow downwards
+    outline = ((start, top), (end, top), (end, _HALF), (start, _HALF))
     corners = np.stack([np.stack([x, rank + y], axis=-1) for x, y in outline], axis=1)
     fills = palette.fills([action.kind for action in layout.graph.actions], layout.ratio)
     edge: dict[str, Any] = {"edgecolors": palette["page"], "linewidths": 0.5 if len(rank) < _MANY else 0.0}
@@ -83,4 +84,5 @@ def _label_bars(axes: Axes, layout: Layout, start: Floats, end: Floats, fills: F
         if texts and not layout.is_skipped[node]:
             middle = float(start[node] + end[node]) / 2
             colour = palette.label(fills[node])
-            axes.text(middle, layout.graph.rank[node], texts[0], ha="center", va="center", fontsize=7.5, color=colour)
+            row = layout.graph.rank[node] + _HALF * (1 - layout.height[node])
+            axes.text(middle, row, texts[0], ha="center", va="center", fontsize=7.5, color=colour)

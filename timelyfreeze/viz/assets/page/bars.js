@@ -89,8 +89,10 @@ function barShapes(track, view, rows, window, palette) {
       const fill = fillOf(track.kind[node], track.ratio[node]);
       // Half a pixel of lane on either side keeps neighbours apart.
       const inset = width > 4 ? 0.5 : 0;
-      byFill[fill].push(x + inset, y, Math.max(width - 2 * inset, 0.75), rows.barHeight);
-      if (rows.pitch >= MIN_LABEL_ROW_PX) addLabel(labels, track, node, x, y, width, rows, palette.labels[fill], palette.font, view);
+      const height = rows.barHeight * track.barHeights[track.stage[node]];
+      const top = y + rows.barHeight - height;
+      byFill[fill].push(x + inset, top, Math.max(width - 2 * inset, 0.75), height);
+      if (rows.pitch >= MIN_LABEL_ROW_PX) addLabel(labels, track, node, x, top + height / 2, width, palette.labels[fill], palette.font, view);
     }
   });
   const shapes = [];
@@ -98,7 +100,7 @@ function barShapes(track, view, rows, window, palette) {
   return [...shapes, ...labels];
 }
 
-function addLabel(labels, track, node, x, y, width, rows, fill, font, view) {
+function addLabel(labels, track, node, x, middle, width, fill, font, view) {
   // Where a bar is only partly in view, its label stands in the part that is.
   const left = Math.max(x, view.left);
   const room = Math.min(x + width, view.right) - left;
@@ -107,7 +109,7 @@ function addLabel(labels, track, node, x, y, width, rows, fill, font, view) {
   labels.push({
     type: "text", silent: true,
     style: {
-      text, fill, x: left + room / 2, y: y + rows.barHeight / 2, align: "center", verticalAlign: "middle",
+      text, fill, x: left + room / 2, y: middle, align: "center", verticalAlign: "middle",
       font: `${LABEL_SIZE_PX}px ${font}`,
     },
   });

@@ -32,6 +32,7 @@ function makeTrack(raw, ticksPerUnit) {
     numRanks: raw.rank_sizes.length,
     numStages: raw.num_stages,
     numMicrobatches: raw.num_microbatches,
+    barHeights: raw.bar_heights, // by stage, as shares of a row
     bubbleRatio: raw.bubble_ratio,
     makespan: end.reduce((latest, time) => Math.max(latest, time), 0),
     stage: raw.stage,

@@ -26,7 +26,10 @@ function showLegend(data) {
   for (const item of document.querySelectorAll(".legend [data-kind]")) {
     item.hidden = !data.tracks.some((track) => track.kind.includes(item.dataset.kind));
   }
-  const hasMark = { cut: (track) => track.cutHere.length, skipped: (track) => track.skipped.length, path: () => true };
+  const hasMark = {
+    stages: (track) => track.numStages > track.numRanks, cut: (track) => track.cutHere.length,
+    skipped: (track) => track.skipped.length, path: () => true,
+  };
   for (const item of document.querySelectorAll(".legend [data-mark]")) {
     item.hidden = !data.tracks.some(hasMark[item.dataset.mark]);
   }
