@@ -90,6 +90,23 @@ def test_the_balanced_partition_is_the_best_one(times_s, data):
     assert longest(balanced_split_points(times_s, num_stages)) == min(longest(points) for points in every)
 
 
+@pytest.mark.parametrize("stage_to_rank", [[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1]])
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_are_balanced_where_they_hold_several_stages(stage_to_rank, seed):
+    times_s = torch.rand(10, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def busiest(points):
+        ranks_s = [0.0, 0.0]
+        for rank, (a, b) in zip(stage_to_rank, itertools.pairwise([0, *points, len(times_s)]), strict=True):
+            ranks_s[rank] += sum(times_s[a:b])
+        return max(ranks_s)
+
+    every = list(itertools.combinations(range(1, len(times_s)), 3))
+    found = busiest(balanced_split_points(times_s, 4, stage_to_rank))
+    assert found <= 1.1 * min(map(busiest, every))
+    assert found <= busiest(balanced_split_points(times_s, 4))
+
+
 def test_measuring_children_leaves_the_model_alone():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -376,7 +376,7 @@ class FreezingPipeline(nn.Module):
         if self._split_points is None:
             first = slices[0]
             times_s = measure_children_s(self._children_list, first.args, first.kwargs, self._devices[0])
-            self._split_points = balanced_split_points(times_s, self.num_stages)
+            self._split_points = balanced_split_points(times_s, self.num_stages, self.schedule.stage_to_rank)
         if self._engine is None or self._unshared.is_stale or not self._engine.holds():
             self._build()
         assert self._engine is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,12 +71,54 @@ def check_split_points(split_points: Sequence[int], num_children: int, num_stage
     return points
 
 
-def balanced_split_points(times_s: Sequence[float], num_stages: int) -> list[int]:
-    """Cut a row of times into ``num_stages`` runs, none empty, so that the longest run is as short as possible.
+def balanced_split_points(
+    times_s: Sequence[float], num_stages: int, stage_to_rank: Sequence[int] | None = None
+) -> list[int]:
+    """Cut a row of times into ``num_stages`` runs, none empty, so that the busiest rank has as little as possible.
+
+    Args:
+        times_s: of the children, seconds.
+        stage_to_rank: the rank of every stage; None: a rank each. Where ranks hold several stages, the points are
+            searched from the best ones for single stages on, moving up to two at a time.
 
     >>> balanced_split_points([1.0, 1.0, 2.0, 4.0], 2)
     [3]
+    >>> balanced_split_points([1.0, 1.0, 1.0, 1.0, 1.0, 5.0], 4, [0, 1, 1, 0])
+    [1, 3, 5]
     """
+    points = _shortest_longest_run(times_s, num_stages)
+    if stage_to_rank is None or len(set(stage_to_rank)) == num_stages:
+        return points
+    prefix = [0.0, *itertools.accumulate(times_s)]
+
+    def burden(points: Sequence[int]) -> tuple[float, ...]:
+        runs_s = [prefix[b] - prefix[a] for a, b in itertools.pairwise([0, *points, len(times_s)])]
+        ranks_s = [0.0] * (max(stage_to_rank) + 1)
+        for rank, run_s in zip(stage_to_rank, runs_s, strict=True):
+            ranks_s[rank] += run_s
+        # Equal but for rounding is equal; then the other ranks, then the stages, as evenly as can be.
+        return tuple(round(time_s / prefix[-1], 9) for time_s in (*sorted(ranks_s, reverse=True), max(runs_s)))
+
+    def neighbours(points: list[int]) -> Iterator[list[int]]:
+        for size in (1, 2):
+            for chosen in itertools.combinations(range(len(points)), size):
+                for moves in itertools.product((-1, 1), repeat=size):
+                    moved = list(points)
+                    for index, move in zip(chosen, moves, strict=True):
+                        moved[index] += move
+                    if all(a < b for a, b in itertools.pairwise([0, *moved, len(times_s)])):
+                        yield moved
+
+    while prefix[-1] > 0:
+        best = min(neighbours(points), key=burden, default=points)
+        if burden(best) >= burden(points):
+            break
+        points = best
+    return points
+
+
+def _shortest_longest_run(times_s: Sequence[float], num_stages: int) -> list[int]:
+    """The points for which the longest run is as short as possible."""
     num = len(times_s)
     prefix = [0.0]
     for time_s in times_s:
