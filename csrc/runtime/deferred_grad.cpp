@@ -11,6 +11,7 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -30,36 +31,26 @@ using torch::autograd::Node;
 const c10::DebugInfoKind kQueue = c10::DebugInfoKind::TEST_INFO_2;
 
 struct CurrentQueue : c10::DebugInfoBase {
-  explicit CurrentQueue(std::shared_ptr<WeightQueue> current) : queue(std::move(current)) {}
+  CurrentQueue(std::shared_ptr<WeightQueue> current, const Stage& its_stage)
+      : queue(std::move(current)), stage(its_stage) {}
   const std::shared_ptr<WeightQueue> queue;
+  const Stage& stage;
 };
 
-const std::shared_ptr<WeightQueue>& current_queue() {
-  static const std::shared_ptr<WeightQueue> none;
-  const auto* current = static_cast<const CurrentQueue*>(c10::ThreadLocalDebugInfo::get(kQueue));
-  return current == nullptr ? none : current->queue;
-}
+const CurrentQueue* current() { return static_cast<const CurrentQueue*>(c10::ThreadLocalDebugInfo::get(kQueue)); }
 
-// Neither wrapped nor lazy: what runs on it runs now, on memory of its own.
+// Neither wrapped nor lazy nor dual: what runs on it runs now, on memory of its own, and has no tangent to carry on.
 bool is_plain(const at::Tensor& tensor) {
   static const c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
                                             c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
                                             c10::DispatchKey::Functionalize, c10::DispatchKey::Batched,
                                             c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.key_set().has_any(special) &&
-         (tensor.is_cpu() || tensor.is_cuda()) && tensor.numel() > 0;
-}
-
-bool has_hooks(const at::Tensor& leaf) {
-  if (!torch::autograd::impl::hooks(leaf).empty()) return true;
-  if (torch::autograd::impl::post_acc_grad_hooks(leaf) != nullptr) return true;
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
-  return accumulator && !(accumulator->pre_hooks().empty() && accumulator->post_hooks().empty() &&
-                          accumulator->tensor_pre_hooks().empty());
+         (tensor.is_cpu() || tensor.is_cuda()) && tensor.numel() > 0 && !torch::autograd::isFwGradDefined(tensor);
 }
 
 bool may_accumulate(const at::Tensor& leaf) {
-  return is_plain(leaf) && leaf.requires_grad() && leaf.is_floating_point() && !has_hooks(leaf);
+  return is_plain(leaf) && leaf.requires_grad() && leaf.is_floating_point() && current()->stage.owns(leaf);
 }
 
 // The parameter that `weight` is, or is a cast (autocast's, say) or a transposition of.
@@ -87,8 +78,9 @@ std::optional<Parameter> parameter_behind(const at::Tensor& weight) {
 
 // Whether a weight gradient may wait: there is somewhere to wait, and nobody looks over the shoulder.
 bool can_defer(const at::Tensor& input) {
-  return current_queue() != nullptr && at::GradMode::is_enabled() && is_plain(input) && !input.is_complex() &&
-         !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  return current() != nullptr && at::GradMode::is_enabled() && is_plain(input) && !input.is_complex() &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::autograd::AnomalyMode::is_enabled() &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
 at::Tensor autocast_to(const at::Tensor& tensor) {
@@ -103,16 +95,17 @@ at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const std:
                    bool is_linear, Compute compute) {
   const c10::impl::ExcludeDispatchKeyGuard below(kActionKey);
   const bool fits = weight.dim() == 2 || (weight.dim() == 3 && input.dim() == 3 && weight.size(0) == input.size(0));
-  if (!can_defer(input) || !fits) return compute(input, weight, bias);
+  const bool has_bias = bias && bias->defined();
+  if (!fits || !can_defer(input) || (has_bias && !is_plain(*bias))) return compute(input, weight, bias);
   const auto parameter = parameter_behind(weight);
   if (!parameter) return compute(input, weight, bias);
   const at::Tensor x = autocast_to(input);
   const at::Tensor w = autocast_to(weight);
-  const std::optional<at::Tensor> b = bias && bias->defined() ? std::make_optional(autocast_to(*bias)) : std::nullopt;
-  const bool bias_waits = b && bias->is_leaf() && bias->dim() == 1 && may_accumulate(*bias);
+  const std::optional<at::Tensor> b = has_bias ? std::make_optional(autocast_to(*bias)) : std::nullopt;
+  const bool bias_waits = has_bias && bias->is_leaf() && bias->dim() == 1 && may_accumulate(*bias);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   auto node =
-      make_node<DeferredProduct>(x, w, b, is_linear, *parameter, bias_waits ? *bias : at::Tensor(), current_queue());
+      make_node<DeferredProduct>(x, w, b, is_linear, *parameter, bias_waits ? *bias : at::Tensor(), current()->queue);
   at::Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -152,17 +145,19 @@ at::Tensor addmm(const at::Tensor& bias, const at::Tensor& input, const at::Tens
                  [](const auto& x, const auto& w, const auto& b) { return at::addmm(*b, x, w); });
 }
 
-// Under autocast conv1d, conv2d, ... have cast before they come to this.
+// Under autocast conv1d, conv2d, ... have cast before they come to this, and autocast is off here; where it is on, the
+// caller named this operator, which some devices cast for and some do not.
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                        at::IntArrayRef output_padding, int64_t groups) {
   const c10::impl::ExcludeDispatchKeyGuard below(kActionKey);
-  const auto parameter = can_defer(input) ? parameter_behind(weight) : std::nullopt;
+  const bool casts = at::autocast::is_autocast_enabled(input.device().type());
+  const auto parameter = !casts && can_defer(input) ? parameter_behind(weight) : std::nullopt;
   if (!parameter || parameter->transposed) {
     return at::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
   }
   const ConvolutionShape shape{stride.vec(), padding.vec(), dilation.vec(), output_padding.vec(), groups, transposed};
-  auto node = make_node<DeferredConvolution>(input, weight, bias, shape, parameter->tensor, current_queue());
+  auto node = make_node<DeferredConvolution>(input, weight, bias, shape, parameter->tensor, current()->queue);
   at::Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -178,7 +173,7 @@ at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, int64_
   if (scale_by_frequency || sparse || !can_defer(indices) || !weight.is_leaf() || !may_accumulate(weight)) {
     return at::embedding(weight, indices, padding_index, scale_by_frequency, sparse);
   }
-  auto node = make_node<DeferredEmbedding>(weight, indices, padding_index, current_queue());
+  auto node = make_node<DeferredEmbedding>(weight, indices, padding_index, current()->queue);
   at::Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -190,8 +185,8 @@ at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, int64_
 
 }  // namespace
 
-DeferScope::DeferScope(const std::shared_ptr<WeightQueue>& queue)
-    : guard_(kQueue, std::make_shared<CurrentQueue>(queue)) {}
+DeferScope::DeferScope(const std::shared_ptr<WeightQueue>& queue, const Stage& stage)
+    : guard_(kQueue, std::make_shared<CurrentQueue>(queue, stage)) {}
 
 void register_deferred_operators() {
   // Lives as long as the process: the dispatcher outlives every module.

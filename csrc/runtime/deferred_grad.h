@@ -3,21 +3,24 @@
 
 #include <memory>
 
+#include "runtime/stage.h"
 #include "runtime/weight_queue.h"
 
 namespace timelyfreeze {
 
-// While it lives, backward leaves the weight gradients of matrix products, convolutions and embeddings that run on this
-// thread to `queue`. Around a forward it makes them so; around a backward it does for what is recomputed there. (What
-// a thread knows of itself here follows it to the engine's threads, as c10's thread-local state does.)
+// While it lives, backward leaves the gradients of `stage`'s weights in matrix products, convolutions and embeddings
+// that run on this thread to `queue`. Around a forward it makes them so; around a backward it does for what is
+// recomputed there. (What a thread knows of itself here follows it to the engine's threads, as c10's thread-local state
+// does.)
 //
 // Left to autograd, so that their whole backward runs where it is called: whatever is no such operator; weights that do
-// not require grad, are computed from others (a cast or a transposition aside), or have hooks, which must see their
-// gradient; wrapped tensors (tracing, torch.func); gradients that torch.autograd.grad asks for.
+// not require grad, are no parameters of the stage (a cast or a transposition of one aside), or have hooks, which must
+// see their gradient; wrapped tensors (tracing, torch.func) and dual ones; all in anomaly mode; gradients that
+// torch.autograd.grad asks for, or that backward() is called for in the midst of a forward.
 class DeferScope {
  public:
   // A null queue defers nothing.
-  explicit DeferScope(const std::shared_ptr<WeightQueue>& queue);
+  DeferScope(const std::shared_ptr<WeightQueue>& queue, const Stage& stage);
 
  private:
   c10::DebugInfoGuard guard_;

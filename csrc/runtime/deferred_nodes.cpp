@@ -14,6 +14,7 @@
 namespace timelyfreeze {
 
 using torch::autograd::collect_next_edges;
+using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
@@ -28,11 +29,23 @@ std::vector<int64_t> sizes_of(const std::optional<at::Tensor>& tensor) {
   return tensor && tensor->defined() ? tensor->sizes().vec() : std::vector<int64_t>();
 }
 
+// Whether a hook sees what goes from `node` to the leaf at the end.
+bool is_watched(Node* node) {
+  for (;; node = node->next_edge(0).function.get()) {
+    if (!node->pre_hooks().empty() || !node->post_hooks().empty() || !node->tensor_pre_hooks().empty() ||
+        !node->retains_grad_hooks().empty() || node->tensor_post_acc_grad_hooks() != nullptr) {
+      return true;
+    }
+    if (node->num_outputs() == 0) return false;
+  }
+}
+
 }  // namespace
 
-bool DeferredNode::accumulates() {
+bool DeferredNode::accumulates(size_t index) const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  return !at::GradMode::is_enabled() && (wanted == nullptr || wanted->empty());
+  return !at::GradMode::is_enabled() && (wanted == nullptr || wanted->empty()) &&
+         !is_watched(next_edge(index).function.get());
 }
 
 DeferredProduct::DeferredProduct(const at::Tensor& input, const at::Tensor& weight,
@@ -56,13 +69,12 @@ variable_list DeferredProduct::apply(variable_list&& grads) {
     const at::Tensor weight = weight_.unpack();
     result[0] = grad.matmul(is_linear_ ? weight : weight.transpose(-2, -1));
   }
-  const bool waits = accumulates();
-  const bool wants_weight = task_should_compute_output(1);
-  const bool bias_waits = waits && wants_weight && bias_leaf_.defined();
-  if (wants_weight) {
+  const bool waits = task_should_compute_output(1) && accumulates(1);
+  const bool bias_waits = waits && bias_leaf_.defined() && accumulates(2);
+  if (task_should_compute_output(1)) {
     const at::Tensor input = input_.unpack();
     if (waits) {
-      defer(input.detach(), grad);
+      defer(input.detach(), grad, bias_waits ? bias_leaf_ : at::Tensor());
     } else {
       const bool batched = parameter_.tensor.dim() == 3;
       const at::Tensor x = as_matrix(input, batched);
@@ -74,8 +86,8 @@ variable_list DeferredProduct::apply(variable_list&& grads) {
   return result;
 }
 
-void DeferredProduct::defer(const at::Tensor& input, const at::Tensor& grad) {
-  queue_->push({input, grad}, [parameter = parameter_, bias = bias_leaf_, is_linear = is_linear_, input, grad] {
+void DeferredProduct::defer(const at::Tensor& input, const at::Tensor& grad, const at::Tensor& bias) {
+  queue_->push({input, grad}, [parameter = parameter_, bias, is_linear = is_linear_, input, grad] {
     const bool batched = parameter.tensor.dim() == 3;
     const at::Tensor x = as_matrix(input, batched);
     const at::Tensor g = as_matrix(grad, batched);
@@ -84,7 +96,7 @@ void DeferredProduct::defer(const at::Tensor& input, const at::Tensor& grad) {
     } else {
       accumulate_product(parameter.tensor, x.transpose(-2, -1), g);
     }
-    if (bias.defined()) accumulate(bias, g.sum(0));
+    if (bias.defined()) accumulate(bias, at::sum_to(g, bias.sizes()));
   });
 }
 
@@ -118,7 +130,7 @@ variable_list DeferredConvolution::apply(variable_list&& grads) {
     return at::convolution_backward(g, x, w, sizes, shape.stride, shape.padding, shape.dilation, shape.transposed,
                                     shape.output_padding, shape.groups, wanted);
   };
-  const bool waits = accumulates() && task_should_compute_output(1);
+  const bool waits = task_should_compute_output(1) && accumulates(1);
   std::tie(result[0], result[1], result[2]) =
       backward(grad, input, weight,
                {task_should_compute_output(0), !waits && task_should_compute_output(1),
@@ -151,7 +163,7 @@ variable_list DeferredEmbedding::apply(variable_list&& grads) {
   const at::Tensor grad = std::move(grads[0]);
   if (!grad.defined() || !task_should_compute_output(0)) return variable_list(1);
   const at::Tensor indices = indices_.unpack();
-  if (!accumulates()) {
+  if (!accumulates(0)) {
     return {at::embedding_dense_backward(grad, indices, parameter_.size(0), padding_index_, /*scale=*/false)};
   }
   queue_->push({indices, grad}, [parameter = parameter_, indices, grad, padding_index = padding_index_] {

@@ -23,8 +23,9 @@ class DeferredNode : public torch::autograd::Node {
   explicit DeferredNode(std::shared_ptr<WeightQueue> queue) : queue_(std::move(queue)) {}
 
  protected:
-  // False where the gradient is not for `.grad`, but asked for by torch.autograd.grad or to be differentiated again.
-  [[nodiscard]] static bool accumulates();
+  // Whether the gradient of output `index` can go to its leaf's `.grad` past autograd. Not where it is asked for by
+  // torch.autograd.grad, shall be differentiated again, or where hooks, of whatever age, wait for it on the way.
+  [[nodiscard]] bool accumulates(size_t index) const;
 
   const std::shared_ptr<WeightQueue> queue_;
 };
@@ -38,7 +39,7 @@ class DeferredProduct : public DeferredNode {
   void release_variables() override;
 
  private:
-  void defer(const at::Tensor& input, const at::Tensor& grad);
+  void defer(const at::Tensor& input, const at::Tensor& grad, const at::Tensor& bias);
 
   torch::autograd::SavedVariable input_;
   torch::autograd::SavedVariable weight_;

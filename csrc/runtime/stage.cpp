@@ -22,7 +22,9 @@ Stage::Stage(py::object forward, py::object encode, std::vector<at::Tensor> para
       encode_(make_ref(std::move(encode))),
       parameters_(std::move(parameters)),
       trainable_(parameters_.size()),
-      set_aside_(parameters_.size()) {}
+      set_aside_(parameters_.size()) {
+  for (const at::Tensor& parameter : parameters_) owned_.insert(parameter.unsafeGetTensorImpl());
+}
 
 py::object Stage::call(const Value& input, const py::object& extra) const {
   const bool has_extra = !extra.is_none();
@@ -41,6 +43,14 @@ Value Stage::take_apart(const py::object& object) const {
   if (THPVariable_Check(object.ptr())) return {{THPVariable_Unpack(object.ptr())}, nullptr};
   auto parts = (*encode_)(object).cast<std::pair<std::vector<at::Tensor>, py::object>>();
   return {std::move(parts.first), make_ref(std::move(parts.second))};
+}
+
+void Stage::unshare_gradients() const {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& parameter : parameters_) {
+    at::Tensor& grad = parameter.mutable_grad();
+    if (grad.defined() && grad.has_storage() && grad.storage().use_count() > 1) grad = grad.clone();
+  }
 }
 
 void Stage::begin_step() {

@@ -3,11 +3,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <unordered_set>
 #include <vector>
 
 #include "runtime/node.h"
 #include "runtime/python_ref.h"
-#include "runtime/weight_queue.h"
 
 namespace timelyfreeze {
 
@@ -52,11 +52,16 @@ class Stage {
 
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const { return parameters_; }
   [[nodiscard]] const std::vector<bool>& trainable() const { return trainable_; }
+  // Whether `tensor` is one of the parameters, the very tensor.
+  [[nodiscard]] bool owns(const at::Tensor& tensor) const { return owned_.count(tensor.unsafeGetTensorImpl()) != 0; }
 
   // Calls the user's module. Needs the interpreter lock, as do the two below.
   pybind11::object call(const Value& input, const pybind11::object& extra) const;
   [[nodiscard]] Value take_apart(const pybind11::object& object) const;
 
+  // Gives every gradient memory of its own. Autograd may take a view of what it is passing on for a `.grad`, and a
+  // later micro-batch then adds to memory that a weight gradient still waits to read.
+  void unshare_gradients() const;
   // Sets every parameter's `.grad` aside, so that the step adds into a buffer of its own.
   void begin_step();
   // Adds the step's gradients, each times its factor, to what was set aside.
@@ -68,6 +73,7 @@ class Stage {
   PyRef forward_;
   PyRef encode_;
   std::vector<at::Tensor> parameters_;
+  std::unordered_set<const c10::TensorImpl*> owned_;
   std::vector<bool> trainable_;
   std::vector<at::Tensor> set_aside_;
 };

@@ -51,7 +51,9 @@ Pipeline::Step::Step(Pipeline& pipeline, StepRequest step_request)
       queues_(inbox_.size()) {
   for (ActionId id = 0; id < request.program->num_actions(); ++id) {
     const Action& action = request.program->at(id).action;
-    if (action.kind == Kind::input_grad) split_[slot(action)] = 1;
+    if (action.kind != Kind::input_grad) continue;
+    split_[slot(action)] = 1;
+    splits_ = true;
   }
   for (PendingBytes& pending : pending_) pending.cap = request.max_pending_bytes.value_or(pending.cap);
   result_.losses.resize(num_microbatches_);
@@ -141,10 +143,10 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
   } else if (action.kind == Kind::weight_grad) {
     weight_grad(action);
   } else {
-    const MaskGuard mask(*pipeline_.stages_[static_cast<size_t>(action.stage)],
-                         request.train ? live_row(action) : nullptr);
+    const Stage& stage = *pipeline_.stages_[static_cast<size_t>(action.stage)];
+    const MaskGuard mask(stage, request.train ? live_row(action) : nullptr);
     std::optional<DeferScope> defer;
-    if (const auto& queue = queue_of(action)) defer.emplace(queue);
+    if (const auto& queue = queue_of(action)) defer.emplace(queue, stage);
     if (action.kind == Kind::forward) {
       forward(action);
     } else {
@@ -310,7 +312,10 @@ void Pipeline::Step::backward(const Action& action) {
   if (!roots.empty()) {
     // The graph already has the dtypes that autocast chose; casting inside backward would change them again.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    std::optional<WeightQueue::Open> open;
+    if (const auto& queue = queue_of(action)) open.emplace(*queue);
     run_backward(roots, root_grads);
+    if (splits_) pipeline_.stages_[static_cast<size_t>(action.stage)]->unshare_gradients();
   }
   if (action.stage == 0) {
     auto& grads = result_.input_grads[static_cast<size_t>(action.microbatch)];

@@ -74,6 +74,7 @@ class Pipeline::Step : public ActionRunner {
   std::vector<Held> held_;                            // a (stage, micro-batch)
   std::vector<uint8_t> recorded_;                     // a (stage, micro-batch): whether forward recorded a graph
   std::vector<uint8_t> split_;                        // a (stage, micro-batch): whether it has I and W
+  bool splits_ = false;                               // whether any has
   std::vector<PendingBytes> pending_;                 // a rank
   std::vector<std::shared_ptr<WeightQueue>> queues_;  // a (stage, micro-batch)
   StepReport result_;

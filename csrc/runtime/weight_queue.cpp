@@ -46,6 +46,15 @@ void add_rows(at::Tensor& grad, const at::Tensor& indices, const at::Tensor& row
 }  // namespace
 
 void WeightQueue::push(std::initializer_list<at::Tensor> inputs, Work work) {
+  if (!is_open_ || !reserve(inputs)) return work();
+  Waiting waiting{std::move(work), inputs, {}};
+  for (const at::Tensor& input : inputs) waiting.versions.push_back(input._version());
+  const std::lock_guard lock(mutex_);
+  waiting_.push_back(std::move(waiting));
+}
+
+bool WeightQueue::reserve(std::initializer_list<at::Tensor> inputs) {
+  const std::lock_guard lock(mutex_);
   std::vector<const void*> added;
   int64_t bytes = 0;
   for (const at::Tensor& input : inputs) {
@@ -56,20 +65,29 @@ void WeightQueue::push(std::initializer_list<at::Tensor> inputs, Work work) {
   }
   if (pending_.now + bytes > pending_.cap) {
     for (const void* storage : added) storages_.erase(storage);
-    work();
-    return;
+    return false;
   }
   bytes_ += bytes;
   pending_.now += bytes;
   pending_.peak = std::max(pending_.peak, pending_.now);
-  work_.push_back(std::move(work));
+  return true;
 }
 
 void WeightQueue::run() {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  for (Work& work : work_) std::exchange(work, nullptr)();
-  work_.clear();
+  for (Waiting& next : waiting_) {
+    const Waiting waiting = std::exchange(next, {});
+    for (size_t i = 0; i < waiting.inputs.size(); ++i) {
+      const at::Tensor& input = waiting.inputs[i];
+      TORCH_CHECK(input._version() == waiting.versions[i],
+                  "a weight gradient that waited for W needs a tensor of shape ", input.sizes(),
+                  " that an in-place operation has changed since I: expected version ", waiting.versions[i], ", got ",
+                  input._version(), ". Let layers read a copy of it, or use a schedule without W.");
+    }
+    waiting.work();
+  }
+  waiting_.clear();
   storages_.clear();
   pending_.now -= std::exchange(bytes_, 0);
 }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <initializer_list>
 #include <limits>
+#include <mutex>
 #include <unordered_set>
 #include <vector>
 
@@ -26,14 +27,40 @@ class WeightQueue {
   WeightQueue(const WeightQueue&) = delete;
   WeightQueue& operator=(const WeightQueue&) = delete;
 
-  // Keeps `work`, which reads `inputs`; where the rank's cap leaves no room for them, it is done at once.
+  // While it lives, in I, the queue keeps what is pushed. User code may call backward() in a forward, too, or on a
+  // graph that it has kept beyond the step: there gradients are wanted at once.
+  class Open {
+   public:
+    explicit Open(WeightQueue& queue) : queue_(queue) { queue_.is_open_ = true; }
+    ~Open() { queue_.is_open_ = false; }
+    Open(const Open&) = delete;
+    Open& operator=(const Open&) = delete;
+
+   private:
+    WeightQueue& queue_;
+  };
+
+  // Keeps `work`, which reads `inputs`; it is done at once where the queue is not open or the rank's cap leaves no
+  // room.
   void push(std::initializer_list<at::Tensor> inputs, Work work);
-  // Does what was kept, in the order in which it came, each letting go of its inputs.
+  // Does what was kept, in the order in which it came, each letting go of its inputs. Throws c10::Error where one of
+  // these was written in place since: then its values are lost.
   void run();
 
  private:
+  // Whether the cap leaves room; then it is taken.
+  bool reserve(std::initializer_list<at::Tensor> inputs);
+
+  struct Waiting {
+    Work work;
+    std::vector<at::Tensor> inputs;
+    std::vector<int64_t> versions;
+  };
+
   PendingBytes& pending_;
-  std::vector<Work> work_;
+  bool is_open_ = false;
+  std::mutex mutex_;  // one backward runs on a thread a device
+  std::vector<Waiting> waiting_;
   std::unordered_set<const void*> storages_;  // counted: projections that share an input keep it once
   int64_t bytes_ = 0;
 };
