@@ -50,12 +50,17 @@ format: $(DEV)  ## rewrite the sources in the style that lint checks
 bench: $(EXTENSION) $(DEV)  ## run the benchmarks; rows go to bench/results
 	$(ONE_THREAD) $(PY) -m pytest bench -s $(ARGS)
 
-sanitize: sanitize-thread sanitize-address  ## run the C++ tests under Thread-, Address- and UBSanitizer
+sanitize: sanitize-thread sanitize-address sanitize-kernels  ## run the C++ tests under Thread-, Address- and UBSanitizer
 
 sanitize-%: $(RUNTIME)
 	cmake -S . -B build/$@ -G Ninja -DTIMELYFREEZE_TESTS_ONLY=ON -DTIMELYFREEZE_SANITIZE=$*
 	cmake --build build/$@ --target timelyfreeze_core_tests
 	ctest --test-dir build/$@ --output-on-failure
+
+sanitize-kernels: $(RUNTIME)
+	cmake -S . -B build/$@ -G Ninja -DTIMELYFREEZE_SANITIZE=address -DPython_EXECUTABLE=$(abspath $(PY))
+	cmake --build build/$@ --target timelyfreeze_kernel_tests
+	build/$@/timelyfreeze_kernel_tests
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build timelyfreeze/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "core/program.h"
+#include "ops/fused.h"
 #include "runtime/allocator.h"
 #include "runtime/deferred_grad.h"
 #include "runtime/pipeline.h"
@@ -81,6 +82,13 @@ void bind_request(py::module_& m) {
       .def_readonly("error", &StepReport::error);
 }
 
+void bind_fused(py::module_& m) {
+  m.def("norm", &ops::norm, py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("bias"), py::arg("eps"),
+        py::arg("centered"), py::arg("passes_on"), py::call_guard<py::gil_scoped_release>());
+  m.def("rope_qkv", &ops::rope_qkv, py::arg("qkv"), py::arg("cosines"), py::arg("sines"), py::arg("num_heads"),
+        py::arg("num_kv_heads"), py::arg("offset"), py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -97,6 +105,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("parameters"));
 
   bind_request(m);
+  bind_fused(m);
 
   // These release the interpreter lock themselves wherever they block.
   py::class_<Pipeline>(m, "Pipeline")

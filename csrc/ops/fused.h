@@ -1,0 +1,23 @@
+#pragma once
+#include <torch/csrc/autograd/variable.h>
+
+#include <optional>
+#include <tuple>
+
+namespace timelyfreeze::ops {
+
+// Operators that return an input, or a view of one, beside what they compute, which the dispatcher's schemas cannot
+// say: Python calls these directly. The others are torch.ops.timelyfreeze's.
+
+// RMSNorm (or, `centered`, LayerNorm) of x + residual -> {y} or {y, h}: h = x + residual where there is a residual, or
+// x itself where it `passes_on`, so that the gradient of the residual stream is added in the same pass.
+torch::autograd::variable_list norm(const at::Tensor& x, const std::optional<at::Tensor>& residual,
+                                    const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+                                    double eps, bool centered, bool passes_on);
+
+// Packed [batch, length, (heads + 2 kv_heads) width] -> q, k turned, v a view: [batch, heads, length, width].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> rope_qkv(const at::Tensor& qkv, const at::Tensor& cosines,
+                                                        const at::Tensor& sines, int64_t num_heads,
+                                                        int64_t num_kv_heads, int64_t offset);
+
+}  // namespace timelyfreeze::ops
