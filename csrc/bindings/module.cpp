@@ -5,6 +5,7 @@
 #include "ops/fused.h"
 #include "runtime/allocator.h"
 #include "runtime/deferred_grad.h"
+#include "runtime/packed_linear.h"
 #include "runtime/pipeline.h"
 #include "runtime/rng.h"
 #include "runtime/stage.h"
@@ -85,6 +86,10 @@ void bind_request(py::module_& m) {
 void bind_fused(py::module_& m) {
   m.def("norm", &ops::norm, py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("bias"), py::arg("eps"),
         py::arg("centered"), py::arg("passes_on"), py::call_guard<py::gil_scoped_release>());
+  m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("weights"), py::arg("biases"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("embedding", &fused_embedding, py::arg("indices"), py::arg("weight"), py::arg("padding_index"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("rope_qkv", &ops::rope_qkv, py::arg("qkv"), py::arg("cosines"), py::arg("sines"), py::arg("num_heads"),
         py::arg("num_kv_heads"), py::arg("offset"), py::call_guard<py::gil_scoped_release>());
 }

@@ -30,27 +30,8 @@ using torch::autograd::Node;
 // c10 keeps this kind free, as it does kActionKey.
 const c10::DebugInfoKind kQueue = c10::DebugInfoKind::TEST_INFO_2;
 
-struct CurrentQueue : c10::DebugInfoBase {
-  CurrentQueue(std::shared_ptr<WeightQueue> current, const Stage& its_stage)
-      : queue(std::move(current)), stage(its_stage) {}
-  const std::shared_ptr<WeightQueue> queue;
-  const Stage& stage;
-};
-
-const CurrentQueue* current() { return static_cast<const CurrentQueue*>(c10::ThreadLocalDebugInfo::get(kQueue)); }
-
-// Neither wrapped nor lazy nor dual: what runs on it runs now, on memory of its own, and has no tangent to carry on.
-bool is_plain(const at::Tensor& tensor) {
-  static const c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                            c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-                                            c10::DispatchKey::Functionalize, c10::DispatchKey::Batched,
-                                            c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.key_set().has_any(special) &&
-         (tensor.is_cpu() || tensor.is_cuda()) && tensor.numel() > 0 && !torch::autograd::isFwGradDefined(tensor);
-}
-
 bool may_accumulate(const at::Tensor& leaf) {
-  return is_plain(leaf) && leaf.requires_grad() && leaf.is_floating_point() && current()->stage.owns(leaf);
+  return is_plain(leaf) && leaf.requires_grad() && leaf.is_floating_point() && defer_target()->stage.owns(leaf);
 }
 
 // The parameter that `weight` is, or is a cast (autocast's, say) or a transposition of.
@@ -76,18 +57,8 @@ std::optional<Parameter> parameter_behind(const at::Tensor& weight) {
   return found;
 }
 
-// Whether a weight gradient may wait: there is somewhere to wait, and nobody looks over the shoulder.
-bool can_defer(const at::Tensor& input) {
-  return current() != nullptr && at::GradMode::is_enabled() && is_plain(input) && !input.is_complex() &&
-         !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::autograd::AnomalyMode::is_enabled() &&
-         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-}
-
-at::Tensor autocast_to(const at::Tensor& tensor) {
-  const auto device = tensor.device().type();
-  if (!at::autocast::is_autocast_enabled(device)) return tensor;
-  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
-}
+// Whether a weight gradient may wait: there is somewhere to wait.
+bool can_defer(const at::Tensor& input) { return defer_target() != nullptr && may_record(input); }
 
 // input @ weight + bias, as `compute` says. `is_linear`: the weight is [out, in], else [in, out] (or a batch of these).
 template <class Compute>
@@ -104,8 +75,8 @@ at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const std:
   const std::optional<at::Tensor> b = has_bias ? std::make_optional(autocast_to(*bias)) : std::nullopt;
   const bool bias_waits = has_bias && bias->is_leaf() && bias->dim() == 1 && may_accumulate(*bias);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  auto node =
-      make_node<DeferredProduct>(x, w, b, is_linear, *parameter, bias_waits ? *bias : at::Tensor(), current()->queue);
+  auto node = make_node<DeferredProduct>(x, w, b, is_linear, *parameter, bias_waits ? *bias : at::Tensor(),
+                                         defer_target()->queue);
   at::Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -157,7 +128,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
     return at::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
   }
   const ConvolutionShape shape{stride.vec(), padding.vec(), dilation.vec(), output_padding.vec(), groups, transposed};
-  auto node = make_node<DeferredConvolution>(input, weight, bias, shape, parameter->tensor, current()->queue);
+  auto node = make_node<DeferredConvolution>(input, weight, bias, shape, parameter->tensor, defer_target()->queue);
   at::Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -173,7 +144,7 @@ at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, int64_
   if (scale_by_frequency || sparse || !can_defer(indices) || !weight.is_leaf() || !may_accumulate(weight)) {
     return at::embedding(weight, indices, padding_index, scale_by_frequency, sparse);
   }
-  auto node = make_node<DeferredEmbedding>(weight, indices, padding_index, current()->queue);
+  auto node = make_node<DeferredEmbedding>(weight, indices, padding_index, defer_target()->queue);
   at::Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -185,8 +156,31 @@ at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, int64_
 
 }  // namespace
 
+const DeferTarget* defer_target() { return static_cast<const DeferTarget*>(c10::ThreadLocalDebugInfo::get(kQueue)); }
+
+bool is_plain(const at::Tensor& tensor) {
+  static const c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                            c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+                                            c10::DispatchKey::Functionalize, c10::DispatchKey::Batched,
+                                            c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.key_set().has_any(special) &&
+         (tensor.is_cpu() || tensor.is_cuda()) && tensor.numel() > 0 && !torch::autograd::isFwGradDefined(tensor);
+}
+
+bool may_record(const at::Tensor& input) {
+  return at::GradMode::is_enabled() && is_plain(input) && !input.is_complex() &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::autograd::AnomalyMode::is_enabled() &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+at::Tensor autocast_to(const at::Tensor& tensor) {
+  const auto device = tensor.device().type();
+  if (!at::autocast::is_autocast_enabled(device)) return tensor;
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+}
+
 DeferScope::DeferScope(const std::shared_ptr<WeightQueue>& queue, const Stage& stage)
-    : guard_(kQueue, std::make_shared<CurrentQueue>(queue, stage)) {}
+    : guard_(kQueue, std::make_shared<DeferTarget>(queue, stage)) {}
 
 void register_deferred_operators() {
   // Lives as long as the process: the dispatcher outlives every module.

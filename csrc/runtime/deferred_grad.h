@@ -26,6 +26,22 @@ class DeferScope {
   c10::DebugInfoGuard guard_;
 };
 
+// Where weight gradients wait on this thread now, and whose; null outside a DeferScope.
+struct DeferTarget : c10::DebugInfoBase {
+  DeferTarget(std::shared_ptr<WeightQueue> its_queue, const Stage& its_stage)
+      : queue(std::move(its_queue)), stage(its_stage) {}
+  const std::shared_ptr<WeightQueue> queue;
+  const Stage& stage;
+};
+const DeferTarget* defer_target();
+
+// Neither wrapped nor lazy nor dual: what runs on it runs now, on memory of its own, and has no tangent to carry on.
+bool is_plain(const at::Tensor& tensor);
+// Whether a node of our own may stand for an operator on `input`: nobody looks over autograd's shoulder.
+bool may_record(const at::Tensor& input);
+// As autocast would cast for a matrix product; the tensor itself where it is off.
+at::Tensor autocast_to(const at::Tensor& tensor);
+
 // Registers the operators; called once when the module is loaded, after register_random_operators.
 void register_deferred_operators();
 

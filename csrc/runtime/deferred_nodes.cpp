@@ -48,6 +48,14 @@ bool DeferredNode::accumulates(size_t index) const {
          !is_watched(next_edge(index).function.get());
 }
 
+void DeferredNode::leave(std::initializer_list<at::Tensor> inputs, WeightQueue::Work work) const {
+  if (queue_ != nullptr) {
+    queue_->push(inputs, std::move(work));
+  } else {
+    work();
+  }
+}
+
 DeferredProduct::DeferredProduct(const at::Tensor& input, const at::Tensor& weight,
                                  const std::optional<at::Tensor>& bias, bool is_linear, Parameter parameter,
                                  at::Tensor bias_leaf, std::shared_ptr<WeightQueue> queue)
@@ -87,7 +95,7 @@ variable_list DeferredProduct::apply(variable_list&& grads) {
 }
 
 void DeferredProduct::defer(const at::Tensor& input, const at::Tensor& grad, const at::Tensor& bias) {
-  queue_->push({input, grad}, [parameter = parameter_, bias, is_linear = is_linear_, input, grad] {
+  leave({input, grad}, [parameter = parameter_, bias, is_linear = is_linear_, input, grad] {
     const bool batched = parameter.tensor.dim() == 3;
     const at::Tensor x = as_matrix(input, batched);
     const at::Tensor g = as_matrix(grad, batched);
@@ -138,7 +146,7 @@ variable_list DeferredConvolution::apply(variable_list&& grads) {
   if (waits) {
     result[1] = at::Tensor();  // some backends give it though it is not wanted
     const at::Tensor x = input.detach();
-    queue_->push({x, grad}, [backward, parameter = parameter_, x, w = weight.detach(), grad] {
+    leave({x, grad}, [backward, parameter = parameter_, x, w = weight.detach(), grad] {
       accumulate(parameter, std::get<1>(backward(grad, x, w, {false, true, false})));
     });
   }
@@ -166,7 +174,7 @@ variable_list DeferredEmbedding::apply(variable_list&& grads) {
   if (!accumulates(0)) {
     return {at::embedding_dense_backward(grad, indices, parameter_.size(0), padding_index_, /*scale=*/false)};
   }
-  queue_->push({indices, grad}, [parameter = parameter_, indices, grad, padding_index = padding_index_] {
+  leave({indices, grad}, [parameter = parameter_, indices, grad, padding_index = padding_index_] {
     accumulate_rows(parameter, indices, grad, padding_index);
   });
   return variable_list(1);

@@ -20,13 +20,16 @@ struct Parameter {
 // bias; those that wait are left undefined, so that autograd has nothing to accumulate.
 class DeferredNode : public torch::autograd::Node {
  public:
+  // Without a queue the work is done at once, in backward.
   explicit DeferredNode(std::shared_ptr<WeightQueue> queue) : queue_(std::move(queue)) {}
 
  protected:
   // Whether the gradient of output `index` can go to its leaf's `.grad` past autograd. Not where it is asked for by
   // torch.autograd.grad, shall be differentiated again, or where hooks, of whatever age, wait for it on the way.
   [[nodiscard]] bool accumulates(size_t index) const;
+  void leave(std::initializer_list<at::Tensor> inputs, WeightQueue::Work work) const;
 
+ private:
   const std::shared_ptr<WeightQueue> queue_;
 };
 

@@ -169,6 +169,9 @@ def rope_qkv(
 def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
     """Several linear layers of one input as one matrix product.
 
+    Weights that lie behind each other in memory are read in place. A trained weight's gradient goes straight into its
+    ``.grad``, unless hooks wait for it; of frozen weights alone the input is not kept.
+
     Args:
         x: ``[..., width]``.
         weights: each ``[features, width]``.
@@ -180,6 +183,8 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     >>> packed_linear(torch.ones(1, 2), [torch.ones(1, 2), torch.zeros(2, 2)])
     tensor([[2., 0., 0.]])
     """
+    if not torch.compiler.is_compiling():
+        return _C.packed_linear(x, weights, [None] * len(weights) if biases is None else biases)
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     if biases is None or all(bias is None for bias in biases):
         return functional.linear(x, weight)
@@ -193,7 +198,11 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
     >>> embedding(torch.tensor([1]), torch.tensor([[1.0], [2.0]]))
     tensor([[2.]])
     """
-    return functional.embedding(indices, weight, padding_idx)
+    if torch.compiler.is_compiling():
+        return functional.embedding(indices, weight, padding_idx)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return _C.embedding(indices, weight, -1 if padding_idx is None else padding_idx)
 
 
 def linear_cross_entropy(
