@@ -65,7 +65,7 @@ def test_steady_step(mode: str, max_ratio: float) -> None:
 
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_schedules(schedule: str) -> None:
-    """Two ranks: every schedule with a plan against itself without, and without against 1F1B; what the plan promised."""
+    """Two ranks: every schedule, planned against plain, and plain against 1F1B; what the plan promised."""
     workload = language_model(2 * default_stages_per_rank(schedule))
     config = FreezeConfig(max_ratio=0.5)
     with (

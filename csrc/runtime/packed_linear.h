@@ -8,10 +8,10 @@ namespace timelyfreeze {
 
 // Linear layers of one input as one matrix product, their outputs behind each other: y = x [w_1; w_2; ...]^T + [b_i].
 //
-// The weights are read in place where they lie behind each other in memory, else copied together. Frozen, backward is
-// one product for the input gradient, and the input is not kept. Trained weights' gradients go straight into `.grad`
-// (one GEMM with beta = 1), or wait for W in a stage whose backward is split; a weight that has hooks is left to
-// autograd.
+// One product where the weights lie behind each other in memory, else one each, straight into its columns. Frozen,
+// backward is the same for the input gradient, and the input is not kept. Trained weights' gradients go straight into
+// `.grad` (one GEMM with beta = 1), or wait for W in a stage whose backward is split; a weight that has hooks is left
+// to autograd.
 at::Tensor packed_linear(const at::Tensor& input, const std::vector<at::Tensor>& weights,
                          const std::vector<std::optional<at::Tensor>>& biases);
 
