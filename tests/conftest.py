@@ -11,6 +11,18 @@ settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.load_profile("fixed")
 
 
+@pytest.fixture(autouse=True)
+def to_the_last_bit(request, monkeypatch):
+    """Pipelines here run the modules' own forwards, so that parity can be exact, unless a test says accelerate=True.
+
+    The commands are tested as people run them.
+    """
+    from timelyfreeze import FreezingPipeline
+
+    if not request.path.name.startswith("test_cli"):
+        monkeypatch.setitem(FreezingPipeline.__init__.__kwdefaults__, "accelerate", False)
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """The masks of every step of the test's pipelines, as the controller gave them."""

@@ -85,7 +85,7 @@ def test_every_link_leads_somewhere():
 @pytest.mark.parametrize(("number", "file", "field", "where"), CLAIMS)
 def test_numbers_are_those_of_the_last_row(number, file, field, where):
     rows = [json.loads(line) for line in (ROOT / "bench" / "results" / f"{file}.jsonl").read_text().splitlines()]
-    wanted = dict(pair.split("=") for pair in where.split(", ")) if where else {}
+    wanted = dict(re.findall(r"(\w+)=(.*?)(?=, \w+=|$)", where)) if where else {}
     matching = [row for row in rows if all(str(row.get(key)) == value for key, value in wanted.items())]
     value = matching[-1]
     for key in field.split("."):

@@ -24,6 +24,7 @@ _EXPORTS = {
     "StepResult": "timelyfreeze.runtime.results",
     "TimelyFreezeError": "timelyfreeze.errors",
     "TransportError": "timelyfreeze.errors",
+    "accelerate": "timelyfreeze.acceleration",
     "create_schedule": "timelyfreeze.schedule",
     "make_plan": "timelyfreeze.planner",
     "simulate": "timelyfreeze.schedule",
@@ -32,6 +33,7 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
+    from timelyfreeze.acceleration import accelerate as accelerate
     from timelyfreeze.cost import ActionCosts as ActionCosts
     from timelyfreeze.errors import PlanError as PlanError
     from timelyfreeze.errors import ScheduleError as ScheduleError

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from timelyfreeze.acceleration.switch import AccelerationSwitch
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.freeze.groups import check_patterns
@@ -61,6 +62,9 @@ class FreezingPipeline(nn.Module):
             and output gradients of their layers; what goes beyond is computed in I. None: as much as the schedule asks.
         check_finite: raise ``StageError`` when a loss is NaN or infinite, instead of training on.
 
+        accelerate: let the model's modules run on the package's own operators until ``close``
+            (``timelyfreeze.accelerate``): the same results within rounding, sooner. False: to the last bit.
+
     Raises:
         ValueError, TypeError: wrong arguments, all of them named at once.
 
@@ -91,6 +95,7 @@ class FreezingPipeline(nn.Module):
         timeout_s: float = 600.0,
         check_finite: bool = True,
         max_pending_bytes: int | None = None,
+        accelerate: bool = True,
     ) -> None:
         super().__init__()
         if process_group is not None:
@@ -124,6 +129,7 @@ class FreezingPipeline(nn.Module):
         self._closed = False
         self._freezing = None if freeze is None else FreezeSession(freeze, self.schedule, seed)
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(self._children_list)
+        self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
         if freeze is not None:
             check_patterns(freeze.options, [name for name, _ in self.named_parameters()])
         num_children = len(self._children_list)
@@ -180,7 +186,7 @@ class FreezingPipeline(nn.Module):
             freezing.attach(engine.stages)
             masks = freezing.controller.begin_step(engine.trainable(), len(slices))
         try:
-            with nullcontext() if freezing is None else freezing.profiling(self.model):
+            with self._profiling():
                 done = engine.run(
                     slices,
                     train=True,
@@ -318,6 +324,7 @@ class FreezingPipeline(nn.Module):
         self._closed = True
         if self._engine is not None:
             self._engine.close()
+        self._acceleration.off()
         if self._freezing is not None:
             self._freezing.controller.close()
 
@@ -343,6 +350,15 @@ class FreezingPipeline(nn.Module):
         finally:
             self._unshared.restore()
             self._busy.release()
+
+    @contextmanager
+    def _profiling(self) -> Iterator[None]:
+        """Around a step that finds out the parameters' work: plain modules run, whose calls can be watched."""
+        if self._freezing is None or not self._freezing.controller.needs_work:
+            yield
+            return
+        with self._acceleration.paused(), self._freezing.profiling(self.model):
+            yield
 
     # --- stages -----------------------------------------------------------------------------------------------
 
@@ -387,6 +403,7 @@ class FreezingPipeline(nn.Module):
         assert self._split_points is not None
         if self._engine is not None:
             self._engine.close()
+        self._acceleration.on()
         bounds = [0, *self._split_points, len(self._children_list)]
         parts = [self._children_list[a:b] for a, b in itertools.pairwise(bounds)]
         self._unshared = UnsharedStages([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])

@@ -6,11 +6,21 @@ RMSNorm, rotary attention and SwiGLU as in LLaMA (arXiv 2302.13971, section 2.2)
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from timelyfreeze.acceleration import (
+    add_and_norm,
+    can_rotate,
+    gated,
+    norm_stream,
+    register_block,
+    rotary_tables,
+    rotated_heads,
+)
 from timelyfreeze.cli.config import ModelConfig as ModelConfig
 from timelyfreeze.errors import raise_all
 
@@ -112,6 +122,46 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.projection(self.norm(x))
         return output
+
+
+def _fused_attention(self: Attention, x: Tensor) -> Any:
+    width = self.query.out_features // self.num_heads
+    tables = rotary_tables(self.cos, self.sin)
+    arguments = x, (self.query, self.key, self.value), tables, width
+    if not can_rotate(*arguments):
+        return NotImplemented
+    mixed = functional.scaled_dot_product_attention(*rotated_heads(*arguments), is_causal=True)
+    return self.output(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def _fused_block(self: Block, x: Tensor) -> Tensor:
+    y, stream = norm_stream(self.attention_norm, x)
+    y, stream = add_and_norm(self.mlp_norm, self.attention(y), stream)
+    output: Tensor = stream + self.mlp(y)
+    return output
+
+
+_PROJECTIONS = ("query", "key", "value")
+register_block(
+    Attention,
+    _fused_attention,
+    what="queries, keys and values projected at once, rotary positions in one pass",
+    parts=dict.fromkeys(_PROJECTIONS, "linear"),
+    packs=(_PROJECTIONS,),
+)
+register_block(
+    SwiGLU,
+    lambda self, x: self.down(gated(x, self.gate, self.up)),
+    what="gate and up projected at once, SwiGLU in one pass",
+    parts={"gate": "linear", "up": "linear"},
+    packs=(("gate", "up"),),
+)
+register_block(
+    Block,
+    _fused_block,
+    what="residual sums within the norms",
+    parts={"attention_norm": "rms_norm", "mlp_norm": "rms_norm"},
+)
 
 
 def build_model(config: ModelConfig, seed: int) -> nn.Sequential:
