@@ -20,7 +20,7 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-long lint format bench sanitize clean
+.PHONY: help setup train test test-long lint format bench sanitize check-cuda-build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,14 @@ sanitize-kernels: $(RUNTIME)
 	cmake -S . -B build/$@ -G Ninja -DTIMELYFREEZE_SANITIZE=address -DPython_EXECUTABLE=$(abspath $(PY))
 	cmake --build build/$@ --target timelyfreeze_kernel_tests
 	build/$@/timelyfreeze_kernel_tests
+
+check-cuda-build: CUDA_VENV := build/cuda-venv
+check-cuda-build:  ## build and import the extension against a CUDA build of torch (5.5 GB), GPU or not, and look for its kernels
+	test -x $(CUDA_VENV)/bin/pip || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements/cuda.txt
+	PATH="$(CURDIR)/$(CUDA_VENV)/bin:$$PATH" TIMELYFREEZE_BUILD_DIR=$(CURDIR)/build/ext-cuda \
+	  $(CUDA_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	cd build && cuda-venv/bin/python $(CURDIR)/tests/check_cuda_build.py
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build timelyfreeze/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

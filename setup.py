@@ -1,11 +1,14 @@
 """Builds the C++ extension ``timelyfreeze._C`` with CMake and Ninja.
 
-It needs no CUDA toolkit, also for a CUDA build of torch: streams and events are reached through torch's own c10 layer.
+Where torch is a CUDA build and nvcc is found (``CUDA_HOME``, or on the path), the CUDA kernels are built as well;
+``TIMELYFREEZE_CUDA=0`` leaves them out. Without them tensors on a GPU take torch's own operators: streams and events are
+reached through torch's c10 layer, which needs no toolkit.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler: of CUDA_HOME, else on the path."""
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
 
 
 class CMakeBuild(build_ext):
@@ -34,6 +43,8 @@ class CMakeBuild(build_ext):
             f"-DPYBIND11_INCLUDE_DIR={pybind11.get_include()}",
             f"-DCMAKE_INSTALL_PREFIX={destination}",
         ]
+        if torch.version.cuda and os.environ.get("TIMELYFREEZE_CUDA") != "0" and (nvcc := find_nvcc()):
+            configure += ["-DTIMELYFREEZE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
         configure += os.environ.get("CMAKE_ARGS", "").split()
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         for command in (
