@@ -1,8 +1,8 @@
 """Builds the C++ extension ``timelyfreeze._C`` with CMake and Ninja.
 
 Where torch is a CUDA build and nvcc is found (``CUDA_HOME``, or on the path), the CUDA kernels are built as well;
-``TIMELYFREEZE_CUDA=0`` leaves them out. Without them tensors on a GPU take torch's own operators: streams and events are
-reached through torch's c10 layer, which needs no toolkit.
+``TIMELYFREEZE_CUDA=0`` leaves them out. Without them tensors on a GPU take torch's own operators: streams and events
+are reached through torch's c10 layer, which needs no toolkit.
 """
 
 from __future__ import annotations

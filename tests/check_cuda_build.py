@@ -1,6 +1,6 @@
 """Imports an installed CUDA build of the extension and looks for its kernels; run by ``make check-cuda-build``.
 
-No GPU is needed: cubins lie in the extension as ELF images (machine type 190), one an architecture, named in their flags.
+No GPU is needed: the extension holds a binary for each architecture and says which.
 """
 
 from __future__ import annotations

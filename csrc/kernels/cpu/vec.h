@@ -197,7 +197,7 @@ inline VecF exp(const VecF& x) {
 
 inline VecD exp(const VecD& x) { return x.exp(); }
 
-// s = 1 / (1 + e^-x) and 1 - s, both to full relative accuracy: the smaller one is not a difference.
+// s = 1 / (1 + e^-x) and 1 - s, which is not taken as a difference, so that it keeps its relative accuracy.
 template <class V>
 struct Sigmoid {
   V value;
@@ -206,11 +206,10 @@ struct Sigmoid {
 
 template <class V>
 inline Sigmoid<V> sigmoid(const V& x) {
-  const V small_over_large = exp(V(0) - x.abs());
-  const V large = V(1) / (V(1) + small_over_large);
-  const V small = small_over_large * large;
-  const V positive = x > V(0);
-  return {V::blendv(small, large, positive), V::blendv(large, small, positive)};
+  // Where e^-x would be infinite, s is as good as 0 long since.
+  const V odds_against = exp(V(0) - at::vec::clamp_min(x, V(-87)));
+  const V value = V(1) / (V(1) + odds_against);
+  return {value, odds_against * value};
 }
 
 // The normal distribution's density and the probability of less than x.
