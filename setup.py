@@ -8,6 +8,7 @@ are reached through torch's c10 layer, which needs no toolkit.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,22 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
-def find_nvcc() -> str | None:
-    """The CUDA compiler: of CUDA_HOME, else on the path."""
+def find_nvcc(torch_cuda: str | None) -> str | None:
+    """A CUDA compiler that fits torch's CUDA, of CUDA_HOME or else on the path, unless TIMELYFREEZE_CUDA=0."""
+    if torch_cuda is None or os.environ.get("TIMELYFREEZE_CUDA") == "0":
+        return None
     home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
+    nvcc = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
+    if nvcc is None:
+        return None
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)\.(\d+)", told)
+    version = tuple(map(int, release.groups())) if release else (0, 0)
+    # 12.8 is the first that knows sm_100; extensions have to be of torch's own major release.
+    if version < (12, 8) or version[0] != int(torch_cuda.partition(".")[0]):
+        print(f"timelyfreeze: without CUDA kernels: nvcc {version} does not fit torch's CUDA {torch_cuda}", flush=True)
+        return None
+    return nvcc
 
 
 class CMakeBuild(build_ext):
@@ -43,8 +56,9 @@ class CMakeBuild(build_ext):
             f"-DPYBIND11_INCLUDE_DIR={pybind11.get_include()}",
             f"-DCMAKE_INSTALL_PREFIX={destination}",
         ]
-        if torch.version.cuda and os.environ.get("TIMELYFREEZE_CUDA") != "0" and (nvcc := find_nvcc()):
-            configure += ["-DTIMELYFREEZE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
+        nvcc = find_nvcc(torch.version.cuda)
+        configure += [f"-DTIMELYFREEZE_CUDA={'ON' if nvcc else 'OFF'}"]
+        configure += [f"-DCMAKE_CUDA_COMPILER={nvcc}"] if nvcc else []
         configure += os.environ.get("CMAKE_ARGS", "").split()
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         for command in (

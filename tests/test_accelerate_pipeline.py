@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -181,3 +183,18 @@ def test_a_module_put_in_later_is_accelerated_too():
         pipe.step(x, target=x)
         assert rule_of(model[1]) is not None
     assert rule_of(model[1]) is None
+
+
+def test_a_pipeline_that_is_dropped_gives_the_model_back_and_replaced_modules_are_let_go():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    x = torch.randn(8, 4)
+    pipe = FreezingPipeline(model, 2, CHUNKS, loss_fn=nn.functional.mse_loss, accelerate=True)
+    pipe.step(x, target=x)
+    replaced = weakref.ref(model[1])
+    model[1] = nn.LayerNorm(4)
+    pipe.step(x, target=x)
+    gc.collect()
+    assert replaced() is None
+    del pipe
+    gc.collect()
+    assert all(rule_of(module) is None for module in model)

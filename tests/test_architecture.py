@@ -47,7 +47,7 @@ MAY_INCLUDE = {
     "core": {"core"},
     "kernels": {"core", "kernels"},
     "ops": {"core", "kernels", "ops"},
-    "runtime": {"core", "runtime"},
+    "runtime": {"core", "ops", "runtime"},
     "bindings": {"core", "kernels", "ops", "runtime", "bindings"},
     "tests": {"core", "kernels", "runtime", "tests"},
 }

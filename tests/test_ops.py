@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -223,6 +224,62 @@ def test_all_rows_ignored_is_nan_as_in_torch_and_no_rows_too():
     assert ops.linear_cross_entropy(x[:0], w, torch.zeros(0, dtype=torch.long), reduction="sum") == 0
 
 
+def test_where_no_row_counts_gradients_are_zeros_as_in_torch():
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    ops.linear_cross_entropy(x, w, torch.full((3,), -100)).backward()
+    assert not x.grad.any()
+    assert not w.grad.any()
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_under_autocast(x_dtype):
+    """Cast as the layer alone would be; the loss is float32."""
+    x, w = torch.randn(6, 8, dtype=x_dtype, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    target = torch.arange(6) % 5
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ops.linear_cross_entropy(x, w, target)
+        plain = F.cross_entropy(F.linear(x, w), target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, plain.float(), rtol=2e-2, atol=2e-2)
+    for a, b in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(plain, (x, w)), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=2e-2)
+
+
+def test_writing_into_the_values_of_a_packed_projection_is_noticed():
+    """They are memory of the projection, which something else may still need."""
+    qkv = torch.randn(1, 5, 24, requires_grad=True) * 1
+    squares = qkv.pow(2).sum()
+    ops.rope_qkv(qkv, COS, SIN, 2, 1)[2].detach().mul_(3.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        squares.backward()
+
+
+def test_threads_may_share_a_weight():
+    """As in torch, no gradient is lost: each of many backwards adds one to every entry."""
+    weight = torch.zeros(8, 8, requires_grad=True)
+
+    def work():
+        for _ in range(50):
+            ops.packed_linear(torch.ones(1, 8), [weight]).sum().backward()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(weight.grad, torch.full((8, 8), 200.0))
+
+
+def test_a_weight_frozen_after_forward_gets_no_gradient():
+    weight, bias = torch.zeros(3, 8, requires_grad=True), torch.zeros(3, requires_grad=True)
+    y = ops.packed_linear(torch.ones(1, 8), [weight], [bias])
+    weight.requires_grad_(False)
+    y.sum().backward()
+    assert weight.grad is None
+    assert torch.equal(bias.grad, torch.ones(3))
+
+
 def test_the_loss_scales_with_what_comes_back():
     x, w, t = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True), torch.arange(6) % 5
     loss = ops.linear_cross_entropy(x, w, t)
@@ -246,6 +303,8 @@ WRONG = [
     (lambda: ops.rope(*[torch.ones(1, 1, 12, 6)] * 2, COS, SIN), ValueError, "at least 12 positions"),
     (lambda: ops.rope(*[torch.ones(1, 1, 2, 6)] * 2, COS.double(), SIN), TypeError, "float32"),
     (lambda: ops.rope(*[torch.ones(1, 1, 2, 6)] * 2, COS, SIN, offset=-1), ValueError, "offset"),
+    (lambda: ops.rope(*[torch.ones(1, 1, 2, 6)] * 2, COS.clone().requires_grad_(), SIN), ValueError, "require grad"),
+    (lambda: ops.embedding(torch.tensor([0]), torch.ones(4, 2), 7), ValueError, "-4 to 3"),
     (lambda: ops.rope_qkv(torch.ones(1, 2, 7), COS, SIN, 1, 1), ValueError, "num_heads"),
     (lambda: ops.linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 4])), IndexError, "row 1"),
     (lambda: ops.linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 2), torch.tensor([0, 1])), ValueError, "width"),

@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "ops/autocast.h"
 #include "ops/checks.h"
 #include "ops/differentiable.h"
 #include "ops/fused.h"
@@ -67,6 +68,10 @@ void check_inputs(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
                     ".");
   TORCH_CHECK_VALUE(target.dim() == 1 && target.size(0) == x.size(0), op, ": target: expected one class a row, ",
                     x.size(0), " rows, got shape ", target.sizes(), ".");
+  for (const at::Tensor& tensor : {weight, bias, target}) {
+    TORCH_CHECK_VALUE(!tensor.defined() || tensor.device() == x.device(), op,
+                      ": weight, bias and target: expected device ", x.device(), ", got ", tensor.device(), ".");
+  }
   TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, op, ": target: expected int64, got ",
                    c10::toString(target.scalar_type()), ".");
   TORCH_CHECK_VALUE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), op,
@@ -148,12 +153,17 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
         op.call(x, weight, bias, target, settings.ignore_index, settings.label_smoothing, settings.z_loss,
                 settings.chunk_rows, wants(x), wants(weight), wants(or_undefined(bias)));
     at::Tensor scale = at::ones_like(loss);
-    if (settings.average) scale = scale / (target != settings.ignore_index).sum();
+    at::Tensor gradient_scale = scale;
+    if (settings.average) {
+      const at::Tensor count = (target != settings.ignore_index).sum();
+      scale = scale / count;  // of no row that counts: the loss is NaN, as torch has it, and the gradients are zeros
+      gradient_scale = gradient_scale / count.clamp_min(1);
+    }
     ctx->saved_data["wanted"] = c10::List<bool>({wants(x), wants(weight), wants(or_undefined(bias))});
     ctx->saved_data["ignore_index"] = settings.ignore_index;
     ctx->saved_data["label_smoothing"] = settings.label_smoothing;
     ctx->saved_data["z_loss"] = settings.z_loss;
-    if (recording) ctx->save_for_backward({x, weight, or_undefined(bias), target, scale, dx, dweight, dbias});
+    if (recording) ctx->save_for_backward({x, weight, or_undefined(bias), target, gradient_scale, dx, dweight, dbias});
     return loss * scale;
   }
 
@@ -180,13 +190,16 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   }
 };
 
-at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight, const Optional& bias,
+at::Tensor linear_cross_entropy(const at::Tensor& x_in, const at::Tensor& weight, const Optional& bias,
                                 const at::Tensor& target, int64_t ignore_index, double label_smoothing, double z_loss,
                                 bool average, int64_t chunk_rows) {
-  const at::Tensor b = or_undefined(bias);
+  const at::Tensor x = autocast_to(x_in);
+  const at::Tensor w = autocast_to(weight);
+  const at::Tensor b = bias && bias->defined() ? autocast_to(*bias) : at::Tensor();
   const Settings settings{ignore_index, label_smoothing, z_loss, average, chunk_rows};
-  return LinearCrossEntropy::apply((x.dim() > 1 ? x.flatten(0, -2) : x.unsqueeze(0)), weight, given(b),
-                                   target.flatten(), settings, records({x, weight, b}));
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return LinearCrossEntropy::apply(x.dim() > 1 ? x.flatten(0, -2) : x.unsqueeze(0), w, given(b), target.flatten(),
+                                   settings, records({x, w, b}));
 }
 
 }  // namespace

@@ -39,6 +39,8 @@ void check_inputs(const at::Tensor& x, const at::Tensor& residual, const at::Ten
   const char* op = centered ? "layer_norm" : "rms_norm";
   TORCH_CHECK_VALUE(x.dim() > 0, op, ": x: expected at least 1 dimension, got a scalar.");
   if (residual.defined()) {
+    TORCH_CHECK_VALUE(residual.device() == x.device(), op, ": residual: expected device ", x.device(), ", got ",
+                      residual.device(), ".");
     TORCH_CHECK_VALUE(residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type(), op,
                       ": residual: expected the shape and dtype of x, ", x.sizes(), " ", x.scalar_type(), ", got ",
                       residual.sizes(), " ", residual.scalar_type(), ".");

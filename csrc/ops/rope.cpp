@@ -26,6 +26,7 @@ void check_tables(const at::Tensor& x, const at::Tensor& cosines, const at::Tens
                       table.sizes(), ".");
     TORCH_CHECK_TYPE(table.scalar_type() == at::kFloat, "rope: cos and sin: expected float32, got ",
                      c10::toString(table.scalar_type()), ". Call .float() on the tables.");
+    TORCH_CHECK_VALUE(!table.requires_grad(), "rope: cos and sin: expected tables that do not require grad.");
     TORCH_CHECK_VALUE(table.device() == x.device(), "rope: cos and sin: expected device ", x.device(), ", got ",
                       table.device(), ".");
   }
@@ -166,6 +167,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rope_qkv(const at::Tensor& qkv, c
                                                         const at::Tensor& sines, int64_t num_heads,
                                                         int64_t num_kv_heads, int64_t offset) {
   auto made = RopeQkv::apply(qkv, cosines, sines, num_heads, num_kv_heads, offset);
+  // v is memory of qkv: autograd shall notice where either is written in place.
+  if (made[2].is_alias_of(qkv)) {
+    torch::autograd::impl::set_version_counter(made[2], torch::autograd::impl::version_counter(qkv));
+  }
   return {made[0], made[1], made[2]};
 }
 

@@ -173,12 +173,6 @@ bool may_record(const at::Tensor& input) {
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-at::Tensor autocast_to(const at::Tensor& tensor) {
-  const auto device = tensor.device().type();
-  if (!at::autocast::is_autocast_enabled(device)) return tensor;
-  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
-}
-
 DeferScope::DeferScope(const std::shared_ptr<WeightQueue>& queue, const Stage& stage)
     : guard_(kQueue, std::make_shared<DeferTarget>(queue, stage)) {}
 

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "ops/autocast.h"
 #include "runtime/stage.h"
 #include "runtime/weight_queue.h"
 
@@ -39,8 +40,6 @@ const DeferTarget* defer_target();
 bool is_plain(const at::Tensor& tensor);
 // Whether a node of our own may stand for an operator on `input`: nobody looks over autograd's shoulder.
 bool may_record(const at::Tensor& input);
-// As autocast would cast for a matrix product; the tensor itself where it is off.
-at::Tensor autocast_to(const at::Tensor& tensor);
 
 // Registers the operators; called once when the module is loaded, after register_random_operators.
 void register_deferred_operators();

@@ -129,7 +129,9 @@ class PackedLinear : public DeferredNode {
       const size_t weight = 1 + i;
       const size_t bias = 1 + num + i;
       const at::Tensor part = num == 1 ? grad : grad.narrow(-1, first, rows_[i]);
-      if (task_should_compute_output(weight)) {
+      // Frozen since forward: autograd's own accumulation asks again, too.
+      const bool frozen = leaves_[i].defined() && !leaves_[i].requires_grad();
+      if (task_should_compute_output(weight) && !frozen) {
         if (!input.defined()) input = input_.unpack();  // once: checkpointing allows no more
         if (leaves_[i].defined() && accumulates(weight)) {
           leave({input.detach(), grad}, [leaf = leaves_[i], x = input.detach(), part] {

@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <array>
+#include <mutex>
 #include <utility>
 
 namespace timelyfreeze {
@@ -41,6 +43,24 @@ void add_rows(at::Tensor& grad, const at::Tensor& indices, const at::Tensor& row
       for (int64_t j = 0; j < width; ++j) row[j] += from[j];
     }
   });
+}
+
+// Several threads may run backward through one weight, as autograd's own accumulation allows.
+std::mutex& mutex_of(const at::Tensor& parameter) {
+  constexpr size_t kMutexes = 61;  // a prime: addresses are multiples of 16
+  static std::array<std::mutex, kMutexes> mutexes;
+  return mutexes[reinterpret_cast<uintptr_t>(parameter.unsafeGetTensorImpl()) % kMutexes];
+}
+
+void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
+  at::Tensor& grad = parameter.mutable_grad();
+  if (!grad.defined()) {
+    grad = laid_out_as(parameter, gradient);
+  } else if (grad.is_sparse()) {
+    grad = gradient + grad;  // dense plus sparse exists, sparse plus dense does not
+  } else {
+    grad.add_(gradient);
+  }
 }
 
 }  // namespace
@@ -93,20 +113,15 @@ void WeightQueue::run() {
 }
 
 void accumulate(const at::Tensor& parameter, const at::Tensor& gradient) {
-  at::Tensor& grad = parameter.mutable_grad();
-  if (!grad.defined()) {
-    grad = laid_out_as(parameter, gradient);
-  } else if (grad.is_sparse()) {
-    grad = gradient + grad;  // dense plus sparse exists, sparse plus dense does not
-  } else {
-    grad.add_(gradient);
-  }
+  const std::lock_guard lock(mutex_of(parameter));
+  add_to_grad(parameter, gradient);
 }
 
 void accumulate_product(const at::Tensor& parameter, const at::Tensor& left, const at::Tensor& right) {
+  const std::lock_guard lock(mutex_of(parameter));
   at::Tensor& grad = parameter.mutable_grad();
   if (!grad.defined() || !adds_in_place(grad, left)) {
-    accumulate(parameter, at::matmul(left, right));
+    add_to_grad(parameter, at::matmul(left, right));
   } else if (left.dim() == 2) {
     grad.addmm_(left, right);
   } else {
@@ -116,6 +131,7 @@ void accumulate_product(const at::Tensor& parameter, const at::Tensor& left, con
 
 void accumulate_rows(const at::Tensor& parameter, const at::Tensor& indices, const at::Tensor& gradient,
                      int64_t padding_index) {
+  const std::lock_guard lock(mutex_of(parameter));
   at::Tensor& grad = parameter.mutable_grad();
   const bool in_place =
       parameter.is_cpu() && gradient.scalar_type() == parameter.scalar_type() && parameter.is_contiguous();
@@ -123,8 +139,8 @@ void accumulate_rows(const at::Tensor& parameter, const at::Tensor& indices, con
   if (in_place && adds_in_place(grad, gradient) && grad.is_contiguous()) {
     add_rows(grad, indices, gradient, padding_index);
   } else {
-    accumulate(parameter,
-               at::embedding_dense_backward(gradient, indices, parameter.size(0), padding_index, /*scale=*/false));
+    add_to_grad(parameter,
+                at::embedding_dense_backward(gradient, indices, parameter.size(0), padding_index, /*scale=*/false));
   }
 }
 

@@ -65,7 +65,8 @@ def accelerate(model: nn.Module, *, pack: bool = False) -> Acceleration:
     Known are ``nn.Linear``, ``LayerNorm``, ``RMSNorm``, ``Embedding``, ``GELU`` and ``SiLU``, the blocks of Hugging
     Face Llama, Mistral, Qwen2, Qwen3 and GPT-2 and of timm's vision transformers, and what ``register_block`` was told.
     Parameters, buffers, hooks, state_dict and ``isinstance`` stay as they are; copies and pickles of the model are
-    plain. Where a call brings what the operators do not take, the module's own forward runs.
+    plain. Where a call brings what the operators do not take, the module's own forward runs. TorchScript reads a
+    module's source: script it before, or after ``undo``.
 
     Args:
         model: a module; what has been accelerated before is left as it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -31,17 +32,17 @@ class AccelerationSwitch:
         self._model = model
         self._enabled = enabled
         self._done: list[Acceleration] = []
+        self._finalizer = weakref.finalize(self, _undo, self._done)  # a pipeline may be dropped without being closed
 
     def on(self) -> None:
-        """Swap the forwards; those that are swapped already stay so."""
+        """Swap the forwards."""
+        self.off()  # modules that were replaced since are let go
         if self._enabled:
             self._done.append(accelerate(self._model))
 
     def off(self) -> None:
         """Give the modules their own forwards back; one whose class the user has changed since stays as it is."""
-        while self._done:
-            with suppress(RuntimeError):
-                self._done.pop().undo()
+        _undo(self._done)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -51,3 +52,9 @@ class AccelerationSwitch:
             yield
         finally:
             self.on()
+
+
+def _undo(done: list[Acceleration]) -> None:
+    while done:
+        with suppress(RuntimeError):
+            done.pop().undo()

@@ -198,10 +198,13 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
     >>> embedding(torch.tensor([1]), torch.tensor([[1.0], [2.0]]))
     tensor([[2.]])
     """
+    num_rows = weight.shape[0]
+    if padding_idx is not None and not -num_rows <= padding_idx < num_rows:
+        raise ValueError(problem("padding_idx", expected=f"a row, {-num_rows} to {num_rows - 1}", got=padding_idx))
     if torch.compiler.is_compiling():
         return functional.embedding(indices, weight, padding_idx)
     if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
+        padding_idx += num_rows
     return _C.embedding(indices, weight, -1 if padding_idx is None else padding_idx)
 
 
