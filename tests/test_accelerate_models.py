@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.fused_nodes import fused_nodes
-from tests.library_models import LANGUAGE, MODELS, batch, build, loss_of, outputs_of, transformers
+from tests.known_models import LANGUAGE, MODELS, batch, build, loss_of, outputs_of, transformers
 from timelyfreeze import accelerate
 from timelyfreeze.acceleration.swap import RULES, rule_of
 

@@ -134,7 +134,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_decoders_of_hugging_face_in_stages(name, drawn):
-    from tests.library_models import VOCABULARY, build
+    from tests.known_models import VOCABULARY, build
 
     decoder = build(name)
     done = accelerate(decoder)

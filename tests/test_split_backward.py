@@ -28,6 +28,16 @@ from timelyfreeze import FreezingPipeline, Schedule, create_schedule
 WHOLE = Schedule([["0F0", "0B0", "0F1", "0B1"]], name="whole")
 
 
+def assert_trains_as_the_plain_model(model):
+    """Two steps that add up."""
+    reference = copy.deepcopy(model)
+    x, y = batch()
+    run(model, x, y)
+    for _ in range(2):
+        plain_step(reference, F.mse_loss, x, y, 2)
+    assert_close_grads(model, reference)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_weight_gradients_wait_for_w_and_equal_the_plain_models(name):
     layer = LAYERS[name]
@@ -118,12 +128,7 @@ def test_weight_used_twice_counts_twice_and_once_only():
             return self.inner(torch.tanh(self.inner(x)))
 
     model = Twice().double()
-    reference = copy.deepcopy(model)
-    x, y = batch()
-    run(model, x, y)
-    for _ in range(2):
-        plain_step(reference, F.mse_loss, x, y, 2)
-    assert_close_grads(model, reference)
+    assert_trains_as_the_plain_model(model)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +224,7 @@ def test_gradients_that_user_code_asks_for_are_given_at_once():
             return y + slope + weight.square().sum()
 
     model = Penalized().double()
-    reference = copy.deepcopy(model)
-    x, y = batch()
-    run(model, x, y)
-    for _ in range(2):
-        plain_step(reference, F.mse_loss, x, y, 2)
-    assert_close_grads(model, reference)
+    assert_trains_as_the_plain_model(model)
 
 
 def test_autocast_casts_as_without_a_pipeline():

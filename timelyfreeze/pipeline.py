@@ -27,7 +27,12 @@ from timelyfreeze.runtime.arguments import (
 )
 from timelyfreeze.runtime.engine import Engine, EngineStep
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
-from timelyfreeze.runtime.partition import balanced_split_points, check_split_points, measure_children_s
+from timelyfreeze.runtime.partition import (
+    balanced_split_points,
+    check_split_points,
+    known_split_points,
+    measure_children_s,
+)
 from timelyfreeze.runtime.results import StepResult, join_outputs, scale_of, send_input_gradients, step_loss
 from timelyfreeze.runtime.ties import UnsharedStages
 from timelyfreeze.schedule import Schedule, merge_backward
@@ -132,17 +137,7 @@ class FreezingPipeline(nn.Module):
         self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
         if freeze is not None:
             check_patterns(freeze.options, [name for name, _ in self.named_parameters()])
-        num_children = len(self._children_list)
-        if given_stages and split_points is not None:
-            raise ValueError(
-                problem("split_points", expected="None where the model is a list of stages", got=list(split_points))
-            )
-        if given_stages or num_children == num_stages:
-            self._split_points: list[int] | None = list(range(1, num_stages))
-        elif split_points is not None:
-            self._split_points = check_split_points(split_points, num_children, num_stages)
-        else:
-            self._split_points = None
+        self._split_points = known_split_points(split_points, len(self._children_list), num_stages, given_stages)
         if self._split_points is not None:
             self._build()
 

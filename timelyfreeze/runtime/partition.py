@@ -71,6 +71,30 @@ def check_split_points(split_points: Sequence[int], num_children: int, num_stage
     return points
 
 
+def known_split_points(
+    split_points: Sequence[int] | None, num_children: int, num_stages: int, given_stages: bool
+) -> list[int] | None:
+    """The points as far as they are known before anything was measured; None: they are to be balanced.
+
+    Args:
+        split_points: what the user asks for.
+        given_stages: the children are the stages, one each.
+
+    Raises:
+        ValueError: the points do not fit, or there is nothing to split.
+
+    >>> known_split_points(None, 2, 2, False), known_split_points([3], 4, 2, False)
+    ([1], [3])
+    """
+    if given_stages and split_points is not None:
+        raise ValueError(
+            problem("split_points", expected="None where the model is a list of stages", got=list(split_points))
+        )
+    if given_stages or num_children == num_stages:
+        return list(range(1, num_stages))
+    return None if split_points is None else check_split_points(split_points, num_children, num_stages)
+
+
 def balanced_split_points(
     times_s: Sequence[float], num_stages: int, stage_to_rank: Sequence[int] | None = None
 ) -> list[int]:
