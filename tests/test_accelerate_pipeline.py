@@ -73,12 +73,12 @@ def test_gradients_equal_the_plain_models_under_the_same_masks(schedule, pack, d
             pipe.zero_grad()
             result = pipe.step(x, target=y)
             if reference is None:
-                reference = copy.deepcopy(pipe._engine.stages)
+                reference = copy.deepcopy(pipe._assembly.engine.stages)
                 assert all(rule_of(module) is None for stage in reference for module in stage.modules())
             for stage in reference:
                 stage.zero_grad()
             masked_reference(reference, drawn[-1], byte_loss, x, y)
-            for stage, other in zip(pipe._engine.stages, reference, strict=True):
+            for stage, other in zip(pipe._assembly.engine.stages, reference, strict=True):
                 assert_close_grads(stage, other)
         assert result.phase == "steady"
         assert result.freeze_ratio > 0
@@ -108,7 +108,7 @@ def test_modules_that_stages_share():
     loss_fn = nn.functional.mse_loss
     with FreezingPipeline(model, 2, 2, loss_fn=loss_fn, split_points=[2]) as pipe:
         pipe.step(x, target=y)
-        stages = pipe._engine.stages
+        stages = pipe._assembly.engine.stages
         assert all(rule_of(m) is not None for stage in stages for m in stage.modules() if isinstance(m, nn.LayerNorm))
     plain_step(plain, loss_fn, x, y, 2)
     assert_close_grads(model, plain)

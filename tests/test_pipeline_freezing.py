@@ -31,11 +31,11 @@ def test_gradients_equal_the_plain_models_under_the_same_masks(schedule, num_sta
             pipe.zero_grad()
             result = pipe.step(x, target=y)
             if reference is None:
-                reference = copy.deepcopy(pipe._engine.stages)
+                reference = copy.deepcopy(pipe._assembly.engine.stages)
             for stage in reference:
                 stage.zero_grad()
             masked_reference(reference, drawn[-1], F.mse_loss, x, y)
-            for stage, other in zip(pipe._engine.stages, reference, strict=True):
+            for stage, other in zip(pipe._assembly.engine.stages, reference, strict=True):
                 assert_same_grads(stage, other)
             assert all(p.requires_grad for p in model.parameters())
             if step > 1:

@@ -103,7 +103,7 @@ def test_a_run_repeats_to_the_last_bit(name):
         x, y = batch(6)
         with FreezingPipeline(stages, num_microbatches=6, loss_fn=F.mse_loss, schedule=name) as pipe:
             for _ in range(3):
-                pipe._engine._mean_action_s = 0.0 if inline else 1.0
+                pipe._assembly.engine._mean_action_s = 0.0 if inline else 1.0
                 pipe.step(x, target=y)
         found.append([p.grad for stage in stages for p in stage.parameters()])
     for other in found[1:]:

@@ -73,10 +73,20 @@ class PlanError(TimelyFreezeError):
 class TransportError(TimelyFreezeError):
     """Data did not get from one rank to another.
 
-    >>> raise TransportError("rank 1 is gone")
+    Attributes:
+        rank: the rank that is gone or does not answer, if it is known.
+
+    >>> raise TransportError("rank 1 is gone", 1)
     Traceback (most recent call last):
     timelyfreeze.errors.TransportError: rank 1 is gone
     """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.rank)
 
 
 class StageError(TimelyFreezeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,28 +12,25 @@ import torch
 from torch import nn
 
 from timelyfreeze.acceleration.switch import AccelerationSwitch
+from timelyfreeze.distributed.ranks import make_ranks
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.freeze.groups import check_patterns
 from timelyfreeze.freeze.session import FreezeSession, as_tensors, gradient_factors
 from timelyfreeze.runtime.arguments import (
     check_arguments,
-    children,
     default_devices,
     default_num_stages,
     fit_devices,
     make_schedule,
 )
+from timelyfreeze.runtime.assembly import StageAssembly
 from timelyfreeze.runtime.engine import Engine, EngineStep
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
-from timelyfreeze.runtime.partition import (
-    balanced_split_points,
-    check_split_points,
-    known_split_points,
-    measure_children_s,
-)
+from timelyfreeze.runtime.partition import known_split_points
+from timelyfreeze.runtime.ranks import Closing, Opening, Ranks, ThreadRanks
 from timelyfreeze.runtime.results import StepResult, join_outputs, scale_of, send_input_gradients, step_loss
-from timelyfreeze.runtime.ties import UnsharedStages
+from timelyfreeze.runtime.sources import StageSource, own_children, own_device
 from timelyfreeze.schedule import Schedule, merge_backward
 
 if TYPE_CHECKING:
@@ -60,7 +56,17 @@ class FreezingPipeline(nn.Module):
         devices: one a rank; default: all GPUs, else the CPU for every rank.
         split_points: index of the child with which each stage from 1 on begins; default: balanced by the time that
             forward and backward of each child take, measured when the first batch comes.
-        process_group: reserved for one process a rank.
+        stages: instead of ``model``, functions that make the stage modules. Where ranks are processes, each keeps its
+            own stages only, so the whole model never has to fit one of them; the same holds for a ``model`` on the meta
+            device, whose modules are filled one after the other.
+        init_fn: fills one module of such a model; default: its ``reset_parameters``.
+        process_group: a group of ``torch.distributed``: this process is one rank of the pipeline, which has its rank's
+            stages and parameters only. Every rank makes the same calls. The rank of the first stage brings the input,
+            that of the last one the target; what others are given is not looked at. ``devices`` is then its one device,
+            and split points that are not given deal the parameters out evenly.
+        mesh: instead of it, a ``DeviceMesh`` with the dimensions "dp" and "pp": replicas of the pipeline, each with a
+            part of the batch.
+        tied: names of parameters that are one and the same in several stages; known by itself where ``model`` is given.
         seed: dropout and masks draw from (seed, step, stage, micro-batch).
         timeout_s: the longest a step may take.
         max_pending_bytes: how much memory the weight gradients that wait for their W may keep on one rank, the inputs
@@ -85,7 +91,7 @@ class FreezingPipeline(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | None = None,
         num_stages: int | None = None,
         num_microbatches: int = 8,
         *,
@@ -95,7 +101,11 @@ class FreezingPipeline(nn.Module):
         freeze: FreezeConfig | None = None,
         devices: Sequence[torch.device | str] | None = None,
         split_points: Sequence[int] | None = None,
+        stages: Sequence[Callable[[], nn.Module]] | None = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
         process_group: Any = None,
+        mesh: Any = None,
+        tied: Sequence[Sequence[str]] | None = None,
         seed: int = 0,
         timeout_s: float = 600.0,
         check_finite: bool = True,
@@ -103,17 +113,23 @@ class FreezingPipeline(nn.Module):
         accelerate: bool = True,
     ) -> None:
         super().__init__()
-        if process_group is not None:
-            raise ValueError(problem("process_group", expected="None", got=process_group, hint="Ranks are threads."))
-        self._children_list = children(model)
-        given_stages = not isinstance(model, nn.Module)
-        if given_stages and num_stages is None:
-            num_stages = len(self._children_list)
-        rank_devices = default_devices(devices)
+        source = StageSource(model, stages, init_fn)
+        ranks = make_ranks(process_group, mesh, timeout_s)
+        rank_devices = default_devices(devices) if ranks is None else own_device(devices)
+        if num_stages is None and source.gives_stages:
+            num_stages = source.num_children
         if num_stages is None:
-            num_stages = default_num_stages(schedule, stages_per_rank, max(2, len(rank_devices)))
+            num_ranks = max(2, len(rank_devices)) if ranks is None else ranks.num_ranks
+            num_stages = default_num_stages(schedule, stages_per_rank, num_ranks)
         check_arguments(
-            self._children_list, given_stages, num_stages, num_microbatches, timeout_s, seed, loss_fn, max_pending_bytes
+            source.num_children,
+            source.gives_stages,
+            num_stages,
+            num_microbatches,
+            timeout_s,
+            seed,
+            loss_fn,
+            max_pending_bytes,
         )
         made = make_schedule(schedule, num_stages, num_microbatches, stages_per_rank)
         fixed = None if freeze is None else freeze.fixed_plan
@@ -121,25 +137,46 @@ class FreezingPipeline(nn.Module):
         self.schedule = made if fixed is not None and fixed.schedule == made else merge_backward(made)
         self.num_stages = num_stages
         self.num_microbatches = self.schedule.num_microbatches
-        self._devices = fit_devices(rank_devices, self.schedule.num_ranks, explicit=devices is not None)
         self._loss_fn = loss_fn
         self._seed = seed
         self._timeout_s = timeout_s
         self._check_finite = check_finite
-        self._max_pending_bytes = max_pending_bytes
         self._step_index = 0
-        self._engine: Engine | None = None
-        self._unshared = UnsharedStages([])
         self._busy = threading.Lock()  # one step or evaluation at a time
         self._closed = False
-        self._freezing = None if freeze is None else FreezeSession(freeze, self.schedule, seed)
-        self.model = model if isinstance(model, nn.Module) else nn.ModuleList(self._children_list)
-        self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
+        self._ranks: Ranks = ThreadRanks() if ranks is None else ranks
+        explicit = ranks is None and devices is not None
+        fitted = fit_devices(rank_devices, self.schedule.num_ranks, explicit=explicit)
+        points = known_split_points(split_points, source.num_children, num_stages, source.gives_stages)
+        if ranks is None:
+            self.model, parts = source.everything()
+        else:
+            points = points or source.points_by_size(num_stages, self.schedule.stage_to_rank)
+            own = ranks.join(self.schedule, points, seed, fitted[0])
+            self.model, parts = source.part(own_children(points, source.num_children, own))
+        self._freezing = None
         if freeze is not None:
-            check_patterns(freeze.options, [name for name, _ in self.named_parameters()])
-        self._split_points = known_split_points(split_points, len(self._children_list), num_stages, given_stages)
-        if self._split_points is not None:
-            self._build()
+            self._freezing = FreezeSession(
+                freeze, self.schedule, seed, None if ranks is None else ranks.planner(freeze)
+            )
+        self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
+        self._assembly = StageAssembly(
+            None if ranks is not None or stages is not None else self.model,
+            parts,
+            schedule=self.schedule,
+            devices=fitted,
+            loss_fn=loss_fn,
+            split_points=points,
+            acceleration=self._acceleration,
+            on_engine=self._ranks.connect,
+            max_pending_bytes=max_pending_bytes,
+            own_rank=self._ranks.own_rank,
+        )
+        if ranks is not None:
+            ranks.tie(source.tied_names() if tied is None else tied, self.model)
+        if freeze is not None:
+            names = self._ranks.gather([name for name, _ in self.named_parameters()])
+            check_patterns(freeze.options, [name for own_names in names for name in own_names])
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -149,7 +186,7 @@ class FreezingPipeline(nn.Module):
         target: Any = None,
         microbatches: Sequence[Any] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        return_outputs: bool = False,
+        return_outputs: bool | str = False,
         **kwargs: Any,
     ) -> StepResult:
         """Run forward and backward of one batch; the gradients are added to ``.grad``, as by ``backward()``.
@@ -159,61 +196,90 @@ class FreezingPipeline(nn.Module):
             target: what ``loss_fn`` gets beside the output, cut likewise.
             microbatches: instead of the above, slices that exist already: ``(input, target)`` or ``Microbatch``.
             grad_scaler: scales the gradients; afterwards call its ``step`` and ``update`` as usual.
-            return_outputs: keep the last stage's outputs (not with ``loss_fn=None``).
+            return_outputs: keep the last stage's outputs (not with ``loss_fn=None``); where ranks are processes, the
+                last stage's has them, and with "all" every one.
 
         Raises:
             StageError: user code failed in a stage, or the loss is not finite; ``.grad`` is as it was before.
             ValueError, TypeError: wrong arguments.
         """
-        if not torch.is_grad_enabled():
-            raise ValueError(problem("step()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
-        slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
-        with self._alone():
+        with self._calling(self._step_index):
+            if not torch.is_grad_enabled():
+                raise ValueError(problem("step()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
+            slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
             return self._train(slices, grad_scaler, return_outputs)
 
     def _train(
-        self, slices: list[Microbatch], grad_scaler: torch.amp.GradScaler | None, return_outputs: bool
+        self, slices: list[Microbatch], grad_scaler: torch.amp.GradScaler | None, return_outputs: bool | str
     ) -> StepResult:
-        engine = self._ready_engine(slices)
+        engine = self._assembly.ready_engine(slices)
         freezing = self._freezing
+        opened = self._open("train", slices, engine)
         masks = None
         if freezing is not None:
-            freezing.attach(engine.stages)
-            masks = freezing.controller.begin_step(engine.trainable(), len(slices))
+            masks = freezing.begin_step(opened.trainable, len(opened.shares), renew=opened.has_new_parameters)
         try:
             with self._profiling():
                 done = engine.run(
                     slices,
+                    opened.shares,
                     train=True,
                     step=self._step_index,
                     seed=self._seed,
                     timeout_s=self._timeout_s,
                     has_target=True,
-                    return_outputs=return_outputs,
+                    return_outputs=bool(return_outputs),
                     check_finite=self._check_finite,
                     grad_scale=None if grad_scaler is None else scale_of(grad_scaler),
                     masks=None if masks is None else as_tensors(masks),
                 )
-            loss = step_loss(done)
+            self._ranks.reduce_gradients(None if masks is None else masks.ever_live)
+            closed = self._close_step(engine, done, has_scaler=grad_scaler is not None)
+            outputs = done.report.outputs if return_outputs and engine.has_loss else None
+            if return_outputs == "all":
+                outputs = self._ranks.share_outputs(outputs)
         except BaseException:
             engine.abort()
             if freezing is not None:
                 freezing.controller.abort_step()
             raise
+        loss = closed.loss
+        assert loss is not None
         scale = 1.0 / loss.divisor
-        engine.commit(scale, None if masks is None else gradient_factors(masks, scale, loss.weights))
+        self._ranks.commit(scale, None if masks is None else gradient_factors(masks, scale, loss.weights))
         send_input_gradients(done, scale)
         self._step_index += 1
         if freezing is not None:
-            freezing.controller.end_step(done.times.durations_s)
+            freezing.end_step(closed.durations_s or closed.times.durations_s, closed.works, closed.transfers_s)
         return StepResult(
             loss=loss.mean,
-            outputs=done.report.outputs if return_outputs else None,
-            step_time_s=done.times.step_time_s,
+            outputs=outputs,
+            step_time_s=closed.times.step_time_s,
             phase="steady" if masks is None else masks.phase,
             freeze_ratio=0.0 if masks is None else masks.freeze_ratio,
-            times=done.times,
-            peak_pending_bytes=done.report.peak_pending_bytes,
+            times=closed.times,
+            peak_pending_bytes=closed.peak_pending_bytes,
+        )
+
+    def _open(self, call: str, slices: list[Microbatch], engine: Engine) -> Opening:
+        num_samples = [one.num_samples for one in slices]
+        if call != "train" or self._freezing is None:
+            return self._ranks.open(Opening(call, self._step_index, num_samples))
+        renew = self._freezing.attach(engine.stages)
+        return self._ranks.open(
+            Opening(call, self._step_index, num_samples, trainable=engine.trainable(), has_new_parameters=renew)
+        )
+
+    def _close_step(self, engine: Engine, done: EngineStep, *, has_scaler: bool) -> Closing:
+        return self._ranks.close(
+            Closing(
+                times=done.times,
+                loss=step_loss(done) if engine.has_loss else None,
+                works={} if self._freezing is None else self._freezing.take_works(),
+                transfers_s=done.transfers_s,
+                peak_pending_bytes=done.report.peak_pending_bytes,
+                overflow=has_scaler and self._ranks.own_rank is not None and engine.overflows(),
+            )
         )
 
     # --- no gradient ------------------------------------------------------------------------------------------
@@ -223,36 +289,45 @@ class FreezingPipeline(nn.Module):
 
         Micro-batches are put together along dimension 0; plain values are taken from the first one.
         """
-        slices = self._slices(args, kwargs, None, None, needs_target=False)
-        done = self._run_forward(slices, has_target=False)
-        return join_outputs(done.report.outputs)
+        with self._calling(self._step_index):
+            slices = self._slices(args, kwargs, None, None, needs_target=False)
+            engine, done = self._run_forward("forward", slices)
+            return join_outputs(self._ranks.share_outputs(done.report.outputs if engine.has_loss else None))
 
     def evaluate(
         self, *args: Any, target: Any = None, microbatches: Sequence[Any] | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """The mean loss of a batch, without gradients, in eval mode; training's state is left untouched."""
-        slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:
-            return step_loss(self._run_forward(slices, has_target=True)).mean
+            with self._calling(self._step_index):
+                slices = self._slices(args, kwargs, target, microbatches, needs_target=True)
+                engine, done = self._run_forward("evaluate", slices)
+                loss = step_loss(done) if engine.has_loss else None
+                closed = self._ranks.close(Closing(times=done.times, loss=loss)).loss
+                assert closed is not None
+                return closed.mean
         finally:
             for module in training:
                 module.training = True
 
-    def _run_forward(self, slices: list[Microbatch], *, has_target: bool) -> EngineStep:
-        with self._alone(), torch.no_grad():
-            engine = self._ready_engine(slices)
-            return engine.run(
+    def _run_forward(self, call: str, slices: list[Microbatch]) -> tuple[Engine, EngineStep]:
+        with torch.no_grad():
+            engine = self._assembly.ready_engine(slices)
+            opened = self._open(call, slices, engine)
+            done = engine.run(
                 slices,
+                opened.shares,
                 train=False,
                 step=self._step_index,
                 seed=self._seed,
                 timeout_s=self._timeout_s,
-                has_target=has_target,
-                return_outputs=not has_target,
+                has_target=call == "evaluate",
+                return_outputs=call == "forward",
                 check_finite=False,
             )
+            return engine, done
 
     # --- plan and state ---------------------------------------------------------------------------------------
 
@@ -263,12 +338,12 @@ class FreezingPipeline(nn.Module):
 
     def report(self) -> dict[str, Any]:
         """Planned and measured times by action, phases and plan switches so far, as plain data."""
-        base = {"step": self._step_index, "schedule": self.schedule.name, "split_points": self._split_points}
+        base = {"step": self._step_index, "schedule": self.schedule.name, "split_points": self._assembly.split_points}
         return base | ({} if self._freezing is None else self._freezing.controller.report())
 
     def freeze_state_dict(self) -> dict[str, Any]:
         """Where training stands (step, phase, samples, plan): with it a resumed run goes on exactly."""
-        state: dict[str, Any] = {"step": self._step_index, "split_points": self._split_points}
+        state: dict[str, Any] = {"step": self._step_index, "split_points": self._assembly.split_points}
         if self._freezing is not None:
             state["freezing"] = self._freezing.controller.state_dict()
         return state
@@ -286,13 +361,12 @@ class FreezingPipeline(nn.Module):
             )
         points = state["split_points"]
         if points is not None:
-            points = check_split_points(points, len(self._children_list), self.num_stages)
+            points = self._assembly.check_split_points(points)
         if self._freezing is not None:
             self._freezing.controller.load_state_dict(state["freezing"])
         self._step_index = int(state["step"])
-        if points is not None and points != self._split_points:
-            self._split_points = points
-            self._build()
+        if points is not None:
+            self._assembly.set_split_points(points)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's own ``state_dict``."""
@@ -317,8 +391,8 @@ class FreezingPipeline(nn.Module):
     def close(self) -> None:
         """Let the workers go. Calling it twice is harmless."""
         self._closed = True
-        if self._engine is not None:
-            self._engine.close()
+        self._ranks.shut()
+        self._assembly.close()
         self._acceleration.off()
         if self._freezing is not None:
             self._freezing.controller.close()
@@ -330,7 +404,8 @@ class FreezingPipeline(nn.Module):
         self.close()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _calling(self, step: int) -> Iterator[None]:
+        """Around a call: one at a time, and if it fails on one rank, it fails on all of them."""
         if not self._busy.acquire(blocking=False):
             raise ValueError(
                 problem(
@@ -341,9 +416,10 @@ class FreezingPipeline(nn.Module):
                 )
             )
         try:
-            yield
+            with self._ranks.call(step):
+                yield
         finally:
-            self._unshared.restore()
+            self._assembly.restore()
             self._busy.release()
 
     @contextmanager
@@ -355,8 +431,6 @@ class FreezingPipeline(nn.Module):
         with self._acceleration.paused(), self._freezing.profiling(self.model):
             yield
 
-    # --- stages -----------------------------------------------------------------------------------------------
-
     def _slices(
         self, args: Any, kwargs: Any, target: Any, microbatches: Sequence[Any] | None, *, needs_target: bool
     ) -> list[Microbatch]:
@@ -366,52 +440,9 @@ class FreezingPipeline(nn.Module):
             if args or kwargs or target is not None:
                 raise ValueError(problem("arguments", expected="a batch or microbatches=, not both", got="both"))
             return as_microbatches(microbatches, self.num_microbatches, has_target=needs_target)
-        if needs_target and target is None and self._loss_fn is not None:
+        first, last = self._ranks.ends
+        if not (args or kwargs or target is not None or first):
+            return []  # what other ranks take is theirs to bring
+        if needs_target and target is None and self._loss_fn is not None and last:
             raise ValueError(problem("target", expected="what loss_fn takes beside the output", got=None))
         return split_batch(args, kwargs, target, self.num_microbatches)
-
-    def _notice_new_children(self) -> None:
-        """Children that the user has replaced since: the model is what it is now."""
-        now = list(self.model) if isinstance(self.model, nn.ModuleList) else children(self.model)
-        if len(now) == len(self._children_list) and all(a is b for a, b in zip(now, self._children_list, strict=True)):
-            return
-        if self._split_points is not None:
-            self._split_points = check_split_points(self._split_points, len(now), self.num_stages)
-        self._children_list = now
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def _ready_engine(self, slices: list[Microbatch]) -> Engine:
-        self._notice_new_children()
-        if self._split_points is None:
-            first = slices[0]
-            times_s = measure_children_s(self._children_list, first.args, first.kwargs, self._devices[0])
-            self._split_points = balanced_split_points(times_s, self.num_stages, self.schedule.stage_to_rank)
-        if self._engine is None or self._unshared.is_stale or not self._engine.holds():
-            self._build()
-        assert self._engine is not None
-        self._unshared.install()
-        return self._engine
-
-    def _build(self) -> None:
-        assert self._split_points is not None
-        if self._engine is not None:
-            self._engine.close()
-        self._acceleration.on()
-        bounds = [0, *self._split_points, len(self._children_list)]
-        parts = [self._children_list[a:b] for a, b in itertools.pairwise(bounds)]
-        self._unshared = UnsharedStages([part[0] if len(part) == 1 else nn.Sequential(*part) for part in parts])
-        devices = [self._devices[rank] for rank in self.schedule.stage_to_rank]
-        # The first stage last: a parameter that several stages share stays where the first of them is.
-        for stage, device in zip(reversed(self._unshared.stages), reversed(devices), strict=True):
-            if device.type != "cpu":
-                stage.to(device)
-        self._engine = Engine(
-            self._unshared.stages,
-            self.schedule,
-            self._devices,
-            self._loss_fn,
-            max_pending_bytes=self._max_pending_bytes,
-        )
-        self._unshared.restore()

@@ -75,12 +75,27 @@ void bind_request(py::module_& m) {
                                return outputs;
                              })
       .def_readonly("input_grads", &StepReport::input_grads)
+      .def_readonly("origin_s", &StepReport::origin_s)
       .def_readonly("start_s", &StepReport::start_s)
       .def_readonly("end_s", &StepReport::end_s)
+      .def_readonly("transits_s", &StepReport::transits_s)
       .def_readonly("skipped", &StepReport::skipped)
       .def_readonly("peak_pending_bytes", &StepReport::peak_pending_bytes)
       .def_readonly("failed", &StepReport::failed)
       .def_readonly("error", &StepReport::error);
+}
+
+using PyParcel = std::tuple<int32_t, std::vector<std::optional<at::Tensor>>, py::bytes>;
+
+std::vector<PyParcel> transfer(Pipeline& pipeline, const std::vector<PyParcel>& parcels,
+                               const std::vector<int32_t>& sources, double timeout_s) {
+  std::vector<Parcel> sent;
+  for (const auto& [peer, tensors, text] : parcels) sent.push_back({peer, tensors, text});
+  std::vector<PyParcel> received;
+  for (Parcel& parcel : pipeline.transfer(sent, sources, timeout_s)) {
+    received.emplace_back(parcel.peer, std::move(parcel.tensors), py::bytes(parcel.text));
+  }
+  return received;
 }
 
 void bind_fused(py::module_& m) {
@@ -112,16 +127,44 @@ PYBIND11_MODULE(_C, m) {
   bind_request(m);
   bind_fused(m);
 
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
+      .def(py::init([](const std::string& control, const std::string& up, const std::string& down,
+                       const std::string& device) {
+             return std::make_shared<Transport>(control, up, down, c10::Device(device));
+           }),
+           py::arg("control"), py::arg("up"), py::arg("down"), py::arg("device"))
+      .def_property_readonly("clock_offset_s", &Transport::clock_offset_s)
+      .def("cancel", &Transport::cancel, py::call_guard<py::gil_scoped_release>());
+
   // These release the interpreter lock themselves wherever they block.
   py::class_<Pipeline>(m, "Pipeline")
       .def(py::init([](std::vector<std::shared_ptr<Stage>> stages, const std::vector<int32_t>& stage_to_rank,
-                       const std::vector<std::string>& devices) {
+                       const std::vector<std::string>& devices, std::optional<int32_t> own_rank) {
              std::vector<c10::Device> parsed;
              for (const auto& device : devices) parsed.emplace_back(device);
-             return std::make_unique<Pipeline>(std::move(stages), stage_to_rank, parsed);
+             return std::make_unique<Pipeline>(std::move(stages), stage_to_rank, parsed, own_rank);
            }),
-           py::arg("stages"), py::arg("stage_to_rank"), py::arg("devices"))
-      .def("work", &Pipeline::work, py::arg("rank"))
+           py::arg("stages"), py::arg("stage_to_rank"), py::arg("devices"), py::arg("own_rank"))
+      .def("connect", &Pipeline::connect, py::arg("transport"), py::arg("peers"))
+      .def("set_clock", &Pipeline::set_clock, py::arg("timeout_s"))
+      .def_property_readonly("running_action",
+                             [](const Pipeline& self) -> std::optional<PyAction> {
+                               const auto action = self.running_action();
+                               if (!action) return std::nullopt;
+                               const auto kind = std::string(1, static_cast<char>(action->kind));
+                               return PyAction{action->stage, kind, action->microbatch};
+                             })
+      .def(
+          "exchange",
+          [](Pipeline& self, const std::string& own, double timeout_s) {
+            std::vector<py::bytes> all;
+            for (const std::string& text : self.exchange(own, timeout_s)) all.emplace_back(text);
+            return all;
+          },
+          py::arg("own"), py::arg("timeout_s"))
+      .def("transfer", &transfer, py::arg("parcels"), py::arg("sources"), py::arg("timeout_s"))
+      .def("cancel", &Pipeline::cancel, py::arg("error"))
+      .def("work", &Pipeline::work, py::arg("index"))
       .def("run", &Pipeline::run, py::arg("request"))
       .def("commit", &Pipeline::commit, py::arg("factors"))
       .def("abort", &Pipeline::abort)

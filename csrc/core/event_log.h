@@ -22,6 +22,8 @@ class EventLog {
     start_s_[static_cast<size_t>(id)] = start_s;
     end_s_[static_cast<size_t>(id)] = end_s;
   }
+  // On the steady clock.
+  [[nodiscard]] double origin_s() const { return std::chrono::duration<double>(origin_.time_since_epoch()).count(); }
   [[nodiscard]] double now_s() const { return std::chrono::duration<double>(Clock::now() - origin_).count(); }
   [[nodiscard]] const std::vector<double>& start_s() const { return start_s_; }
   [[nodiscard]] const std::vector<double>& end_s() const { return end_s_; }

@@ -37,6 +37,12 @@ void set_error(const std::exception_ptr& error) {
          "; the first value that is not finite leaves stage " + std::to_string(caught.first_stage) +
          ". Lower the learning rate, or pass check_finite=False to go on all the same.")
             .c_str());
+  } catch (const LostRank& caught) {
+    const std::string text = "the connection to rank " + std::to_string(caught.rank) + " broke: " + caught.text;
+    const py::object lost = py::module_::import("timelyfreeze.errors").attr("TransportError")(text, caught.rank);
+    PyErr_SetObject(py::type::of(lost).ptr(), lost.ptr());
+  } catch (const TransportCancelled&) {
+    PyErr_SetString(PyExc_RuntimeError, "waiting for other ranks was given up.");
   } catch (python_error& caught) {
     caught.restore();
   } catch (const c10::OutOfMemoryError& caught) {

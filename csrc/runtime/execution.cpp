@@ -38,9 +38,13 @@ bool Execution::perform(int32_t rank, const Instruction& instruction) {
     return false;
   }
   log_.end(instruction.id);
-  done_[static_cast<size_t>(instruction.id)].store(true, std::memory_order_release);
-  for (const int32_t reader : instruction.notifies) doorbells_[static_cast<size_t>(reader)].ring();
+  complete(instruction.id);
   return true;
+}
+
+void Execution::complete(ActionId id) {
+  done_[static_cast<size_t>(id)].store(true, std::memory_order_release);
+  for (const int32_t reader : program_.at(id).notifies) doorbells_[static_cast<size_t>(reader)].ring();
 }
 
 void Execution::run_rank(int32_t rank) {

@@ -30,6 +30,9 @@ class Execution {
   void run_rank(int32_t rank);
   void run_inline();
 
+  // An action that another process runs has ended, and what it sent is here.
+  void complete(ActionId id);
+
   // Wakes every rank that waits, so that it sees a cancellation made from outside.
   void wake_all();
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "runtime/deferred_grad.h"
 #include "runtime/rng.h"
@@ -48,7 +49,8 @@ Pipeline::Step::Step(Pipeline& pipeline, StepRequest step_request)
       recorded_(inbox_.size()),
       split_(inbox_.size()),
       pending_(pipeline.devices_.size()),
-      queues_(inbox_.size()) {
+      queues_(inbox_.size()),
+      transits_s_(static_cast<size_t>(request.program->num_actions()), std::numeric_limits<double>::quiet_NaN()) {
   for (ActionId id = 0; id < request.program->num_actions(); ++id) {
     const Action& action = request.program->at(id).action;
     if (action.kind != Kind::input_grad) continue;
@@ -119,13 +121,56 @@ std::pair<bool, bool> Pipeline::Step::trains_and_freezes(const Action& action) c
   return {trains, freezes};
 }
 
-void Pipeline::Step::work(int32_t rank) {
+void Pipeline::Step::work(int32_t index) {
   const at::ThreadLocalStateGuard caller(caller_);  // autocast, modes and hooks of the thread that called step()
-  if (request.run_inline) {
+  if (pipeline_.own_rank_) {
+    execution.run_rank(*pipeline_.own_rank_);
+    if (cancel.cancelled()) return;
+    try {
+      pipeline_.transport_->flush();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  } else if (request.run_inline) {
     execution.run_inline();
   } else {
-    execution.run_rank(rank);
+    execution.run_rank(index);
   }
+}
+
+std::vector<Inbound> Pipeline::Step::inbound() const {
+  std::vector<Inbound> all;
+  if (!pipeline_.own_rank_) return all;
+  for (int32_t rank = 0; rank < request.program->num_ranks(); ++rank) {
+    if (rank == *pipeline_.own_rank_) continue;
+    Inbound from{pipeline_.peers_[static_cast<size_t>(rank)], {}};
+    for (const Instruction& instruction : request.program->rank(rank)) {
+      const auto& readers = instruction.notifies;
+      if (std::find(readers.begin(), readers.end(), *pipeline_.own_rank_) != readers.end())
+        from.ids.push_back(instruction.id);
+    }
+    if (!from.ids.empty()) all.push_back(std::move(from));
+  }
+  return all;
+}
+
+void Pipeline::Step::arrive(Arrival arrival) {
+  const Action& action = request.program->at(arrival.id).action;
+  std::vector<Shipment> shipments;
+  for (at::Tensor& tensor : arrival.packet.tensors) shipments.push_back({std::move(tensor), arrival.arrived});
+  if (action.kind == Kind::forward) {
+    inbox_[slot({action.stage + 1, action.kind, action.microbatch})] = {
+        std::move(shipments), std::move(arrival.packet.requires_grad), pipeline_.spec_of(arrival.packet.spec)};
+  } else {
+    gradients_[slot({action.stage - 1, action.kind, action.microbatch})] = std::move(shipments);
+  }
+  transits_s_[static_cast<size_t>(arrival.id)] = arrival.transit_s;
+  execution.complete(arrival.id);
+}
+
+void Pipeline::Step::fail(std::exception_ptr error) {
+  cancel.cancel(std::nullopt, std::move(error));
+  execution.wake_all();
 }
 
 void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
@@ -136,10 +181,12 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
                                static_cast<uint64_t>(action.kind), static_cast<uint64_t>(action.microbatch)),
                       device.device());
   const auto id = static_cast<size_t>(instruction.id);
+  pipeline_.set_running(&action);
   if (device.is_accelerator()) started_[id] = device.mark();
   if (action.kind != Kind::forward && recorded_[slot(action)] == 0) {
     // Below the micro-batch's cut there is no graph. A gradient may have been sent all the same, to be timed.
     gradients_[slot(action)].clear();
+    if (action.kind != Kind::weight_grad) send_grads(instruction, {});
   } else if (action.kind == Kind::weight_grad) {
     weight_grad(action);
   } else {
@@ -148,12 +195,13 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
     std::optional<DeferScope> defer;
     if (const auto& queue = queue_of(action)) defer.emplace(queue, stage);
     if (action.kind == Kind::forward) {
-      forward(action);
+      forward(instruction);
     } else {
-      backward(action);
+      backward(instruction);
     }
   }
   if (device.is_accelerator()) ended_[id] = device.mark();
+  pipeline_.set_running(nullptr);
 }
 
 Value Pipeline::Step::receive(const Action& action, bool record, Held& held) {
@@ -177,7 +225,8 @@ Value Pipeline::Step::receive(const Action& action, bool record, Held& held) {
   return value;
 }
 
-void Pipeline::Step::forward(const Action& action) {
+void Pipeline::Step::forward(const Instruction& instruction) {
+  const Action& action = instruction.action;
   const Stage& stage = *pipeline_.stages_[static_cast<size_t>(action.stage)];
   const auto& carried = inbox_[slot(action)].requires_grad;
   const bool needs_input_grad =
@@ -199,10 +248,14 @@ void Pipeline::Step::forward(const Action& action) {
   input = Value();  // here, where the interpreter lock is held: its tensors have Python objects now
   if (!last) {
     Value value = stage.take_apart(output);
+    std::string spec;
+    if (value.spec && !pipeline_.is_local(action.stage + 1)) {
+      spec = value.spec->attr("to_bytes")().cast<std::string>();
+    }
     const py::gil_scoped_release no_gil;
     // User code may mark its output by hand, so that checkpointed regions above get gradients. Where masks have frozen
     // the stage that mark says nothing: what the stage above needs is in `needs_input_grad`.
-    send_on(action, std::move(value), /*carries_grad=*/record || !freezes, held);
+    send_on(instruction, std::move(value), spec, /*carries_grad=*/record || !freezes, held);
   } else if (loss_inside) {
     take_loss(action, output, record, held);
   } else {
@@ -218,18 +271,48 @@ void Pipeline::Step::forward(const Action& action) {
   if (!record) held = Held();
 }
 
-void Pipeline::Step::send_on(const Action& action, Value value, bool carries_grad, Held& held) {
-  const size_t next = slot({action.stage + 1, action.kind, action.microbatch});
-  Message& message = inbox_[next];
-  message.spec = std::move(value.spec);
+void Pipeline::Step::send_on(const Instruction& instruction, Value value, const std::string& spec, bool carries_grad,
+                             Held& held) {
+  const Action& action = instruction.action;
+  std::vector<bool> flags;
   held.outputs.resize(value.tensors.size());
   for (size_t i = 0; i < value.tensors.size(); ++i) {
-    const at::Tensor& tensor = value.tensors[i];
-    const bool requires_grad = carries_grad && tensor.requires_grad();
-    if (requires_grad) held.outputs[i] = tensor;
-    message.requires_grad.push_back(requires_grad);
-    message.tensors.push_back(device_of(action.stage).send(tensor.detach(), device_of(action.stage + 1)));
+    at::Tensor& tensor = value.tensors[i];
+    flags.push_back(carries_grad && tensor.requires_grad());
+    if (flags.back()) held.outputs[i] = tensor;
+    tensor = tensor.detach();
   }
+  if (!pipeline_.is_local(action.stage + 1)) {
+    send_away(instruction, action.stage + 1, {std::move(value.tensors), std::move(flags), spec});
+    return;
+  }
+  Message& message = inbox_[slot({action.stage + 1, action.kind, action.microbatch})];
+  message.spec = std::move(value.spec);
+  message.requires_grad = std::move(flags);
+  for (const at::Tensor& tensor : value.tensors) {
+    message.tensors.push_back(device_of(action.stage).send(tensor, device_of(action.stage + 1)));
+  }
+}
+
+void Pipeline::Step::send_grads(const Instruction& instruction, const Held& held) {
+  const Action& action = instruction.action;
+  if (action.stage == 0) return;
+  if (!pipeline_.is_local(action.stage - 1)) {
+    Packet packet;
+    for (size_t i = 0; i < held.inputs.size(); ++i) packet.tensors.push_back(held.input_grad(i));
+    send_away(instruction, action.stage - 1, packet);
+    return;
+  }
+  auto& below = gradients_[slot({action.stage - 1, action.kind, action.microbatch})];
+  for (size_t i = 0; i < held.inputs.size(); ++i) {
+    below.push_back(device_of(action.stage).send(held.input_grad(i), device_of(action.stage - 1)));
+  }
+}
+
+// The receiver waits for a message even where there is nothing to send: it stands for the action's end.
+void Pipeline::Step::send_away(const Instruction& instruction, int32_t stage, const Packet& packet) const {
+  const auto rank = pipeline_.stage_to_rank_[static_cast<size_t>(stage)];
+  pipeline_.transport_->send(pipeline_.peers_[static_cast<size_t>(rank)], instruction.id, packet);
 }
 
 void Pipeline::Step::keep_output(const Action& action, const py::object& output) {
@@ -291,7 +374,8 @@ void Pipeline::Step::check_device_losses() {
   }
 }
 
-void Pipeline::Step::backward(const Action& action) {
+void Pipeline::Step::backward(const Instruction& instruction) {
+  const Action& action = instruction.action;
   const Held held = std::move(held_[slot(action)]);
   const std::vector<Shipment> arrived = std::move(gradients_[slot(action)]);
   const RankDevice& device = device_of(action.stage);
@@ -323,10 +407,7 @@ void Pipeline::Step::backward(const Action& action) {
     for (size_t i = 0; wanted && i < held.inputs.size(); ++i) grads.push_back(held.input_grad(i));
     return;
   }
-  auto& below = gradients_[slot({action.stage - 1, action.kind, action.microbatch})];
-  for (size_t i = 0; i < held.inputs.size(); ++i) {
-    below.push_back(device.send(held.input_grad(i), device_of(action.stage - 1)));
-  }
+  send_grads(instruction, held);
 }
 
 const std::shared_ptr<WeightQueue>& Pipeline::Step::queue_of(const Action& action) {
@@ -365,10 +446,14 @@ void Pipeline::Step::read_device_times() {
 }
 
 StepReport Pipeline::Step::report() {
+  result_.origin_s = log.origin_s() + (pipeline_.transport_ ? pipeline_.transport_->clock_offset_s() : 0.0);
   result_.start_s = log.start_s();
   result_.end_s = log.end_s();
   for (ActionId id = 0; id < request.program->num_actions(); ++id) {
     const Action& action = request.program->at(id).action;
+    if (!std::isnan(transits_s_[static_cast<size_t>(id)]))
+      result_.transits_s.emplace_back(id, transits_s_[static_cast<size_t>(id)]);
+    if (!pipeline_.is_local(action.stage)) continue;
     if (action.kind != Kind::forward && recorded_[slot(action)] == 0) result_.skipped.push_back(id);
   }
   for (const PendingBytes& pending : pending_) result_.peak_pending_bytes.push_back(pending.peak);

@@ -23,7 +23,13 @@ class Pipeline::Step : public ActionRunner {
   Step(Pipeline& pipeline, StepRequest request);
 
   // A worker's share of the step: its rank's program, or, inline, everyone's.
-  void work(int32_t rank);
+  void work(int32_t index);
+  // What this process receives in the step, in the order in which it is sent.
+  [[nodiscard]] std::vector<Inbound> inbound() const;
+  // What another process's action sent is here.
+  void arrive(Arrival arrival);
+  // Ends the step from outside; the first failure counts.
+  void fail(std::exception_ptr error);
   void run(int32_t rank, const Instruction& instruction) override;
   // After the last action: waits for the devices, reads their clocks and losses (inside the step the host does not wait
   // for them), and cancels where a loss is not finite. Releases the interpreter lock.
@@ -54,12 +60,14 @@ class Pipeline::Step : public ActionRunner {
   // Where the micro-batch's weight gradients wait; null where its backward is not split.
   const std::shared_ptr<WeightQueue>& queue_of(const Action& action);
 
-  void forward(const Action& action);
+  void forward(const Instruction& instruction);
   // The whole of it, or, inside a DeferScope, without the weight gradients that can wait.
-  void backward(const Action& action);
+  void backward(const Instruction& instruction);
   void weight_grad(const Action& action);
   Value receive(const Action& action, bool record, Held& held);
-  void send_on(const Action& action, Value value, bool carries_grad, Held& held);
+  void send_on(const Instruction& instruction, Value value, const std::string& spec, bool carries_grad, Held& held);
+  void send_grads(const Instruction& instruction, const Held& held);
+  void send_away(const Instruction& instruction, int32_t stage, const Packet& packet) const;
   void keep_output(const Action& action, const pybind11::object& output);
   void take_loss(const Action& action, const pybind11::object& loss, bool record, Held& held);
   void check_finite(const Action& action, const at::Tensor& loss) const;
@@ -77,6 +85,7 @@ class Pipeline::Step : public ActionRunner {
   bool splits_ = false;                               // whether any has
   std::vector<PendingBytes> pending_;                 // a rank
   std::vector<std::shared_ptr<WeightQueue>> queues_;  // a (stage, micro-batch)
+  std::vector<double> transits_s_;                    // an action; NaN: nothing of it came from another process
   StepReport result_;
   std::vector<std::optional<c10::Event>> started_;  // an action, on accelerators
   std::vector<std::optional<c10::Event>> ended_;

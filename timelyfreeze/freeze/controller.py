@@ -169,8 +169,13 @@ class FreezeController:
         self._open = masks, frozen, full
         return masks
 
-    def end_step(self, durations_s: Durations) -> None:
+    def end_step(
+        self, durations_s: Durations, transfers_s: Mapping[tuple[int, int], Sequence[float]] | None = None
+    ) -> None:
         """Take in how long each action took, in seconds; skipped actions may be left out. The step is done.
+
+        Args:
+            transfers_s: how long data was on its way between ranks, by (from stage, to stage), if that was measured.
 
         Raises:
             RuntimeError: no step was begun.
@@ -183,6 +188,7 @@ class FreezeController:
         check_durations(durations_s, self.schedule, self._actions)
         if full and machine.is_timed(self._step):
             self._samples.add(durations_s, machine.phase, frozen)
+            self._samples.add_transfers(transfers_s or {})
         if full and machine.phase == STEADY:
             self._recent.add(durations_s)
         self._open = None

@@ -33,6 +33,7 @@ class BoundSamples:
 
     def __init__(self) -> None:
         self._samples: dict[str, dict[Action, list[float]]] = {name: {} for name in ("forward", "upper", "lower")}
+        self._transfers: dict[tuple[int, int], list[float]] = {}
 
     def add(self, durations_s: Durations, phase: str, frozen: NDArray[np.bool_]) -> None:
         """Take in a step of phase ``measure_upper`` or ``measure_lower``; ``frozen`` tells the micro-batches."""
@@ -47,10 +48,16 @@ class BoundSamples:
                 continue
             self._samples[kind].setdefault(action, []).append(float(time_s))
 
+    def add_transfers(self, transfers_s: Mapping[tuple[int, int], Sequence[float]]) -> None:
+        """Take in how long data was on its way between ranks, by (from stage, to stage)."""
+        for ends, times in transfers_s.items():
+            self._transfers.setdefault(ends, []).extend(float(time) for time in times)
+
     def clear(self) -> None:
         """Forget everything: a new measurement begins."""
         for samples in self._samples.values():
             samples.clear()
+        self._transfers.clear()
 
     def medians(self) -> dict[str, dict[Action, Measured]]:
         """Median, spread and number of samples: under "upper" (with forwards) and "lower", by action."""
@@ -62,6 +69,9 @@ class BoundSamples:
 
         Where nothing trains at or below a stage, its backward takes no time. In the lowest stage that trains the lower
         bound is 0: it needs no input gradient. In a stage that does not train, both bounds are the same.
+
+        Args:
+            transfer_s: between ranks, where it was not measured.
 
         Raises:
             PlanError: an action was not measured.
@@ -91,14 +101,18 @@ class BoundSamples:
                     got=f"none of {', '.join(missing[:_SHOWN])}" + (" ..." if len(missing) > _SHOWN else ""),
                 )
             )
+        if self._transfers:
+            transfer_s = {ends: float(np.median(times)) for ends, times in self._transfers.items()}
         return ActionCosts({action: upper[action] for action in schedule.actions}, lower, transfer_s)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; floats keep every bit."""
-        return {
+        data: dict[str, Any] = {
             kind: {str(action): list(times) for action, times in samples.items()}
             for kind, samples in self._samples.items()
         }
+        data["transfers"] = [[*ends, times] for ends, times in self._transfers.items()]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BoundSamples:
@@ -106,6 +120,8 @@ class BoundSamples:
         made = cls()
         for kind, samples in made._samples.items():
             samples.update({Action.parse(text): [float(t) for t in times] for text, times in data[kind].items()})
+        for below, above, times in data.get("transfers", []):
+            made._transfers[int(below), int(above)] = [float(time) for time in times]
         return made
 
 

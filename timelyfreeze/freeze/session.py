@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from timelyfreeze.freeze.controller import FreezeController
 from timelyfreeze.freeze.parameters import Bools
 from timelyfreeze.freeze.profile import record_forward
 from timelyfreeze.freeze.rates import measured_rates, nominal_rates
+from timelyfreeze.freeze.samples import Durations
 from timelyfreeze.freeze.step_masks import StepMasks
 from timelyfreeze.freeze.work import parameter_work
 
@@ -22,6 +23,8 @@ _ALL_OR_NOTHING = 2  # masks in a palette
 
 if TYPE_CHECKING:
     from timelyfreeze.freeze.config import FreezeConfig
+    from timelyfreeze.freeze.parameters import ParameterWork
+    from timelyfreeze.freeze.solve import PlansInBackground
     from timelyfreeze.schedule import Schedule
 
 
@@ -32,21 +35,63 @@ class FreezeSession:
         config: the user's choices.
         schedule: the pipeline's.
         seed: masks draw from (seed, step, stage, micro-batch).
+        planner: as ``FreezeController`` takes it.
+
     """
 
-    def __init__(self, config: FreezeConfig, schedule: Schedule, seed: int) -> None:
-        self.controller = FreezeController(config, schedule, seed)
+    def __init__(
+        self, config: FreezeConfig, schedule: Schedule, seed: int, planner: PlansInBackground | None = None
+    ) -> None:
+        self.controller = FreezeController(config, schedule, seed, planner=planner)
         # Masks under a fixed plan shall repeat from run to run, so they must not depend on what a clock says.
         self._rates_of = measured_rates if config.fixed_plan is None else nominal_rates
-        self._stages: Sequence[nn.Module] = []
+        self._found_works: dict[int, ParameterWork] = {}
+        self._stages: dict[int, nn.Module] = {}
         self._names: list[list[str]] = []
 
-    def attach(self, stages: Sequence[nn.Module]) -> None:
-        """Say which modules the stages are now. Where their parameters are others than before, they are profiled."""
-        names = [[name for name, _ in stage.named_parameters()] for stage in stages]
-        if self._names and names != self._names:
+    def attach(self, stages: Sequence[nn.Module | None]) -> bool:
+        """Say which modules the stages are now; None: on another rank.
+
+        Returns:
+            Whether their parameters are others than before. Then the works of all stages are to be forgotten.
+        """
+        self._stages = {index: stage for index, stage in enumerate(stages) if stage is not None}
+        names = [[name for name, _ in stage.named_parameters()] for stage in self._stages.values()]
+        before, self._names = self._names, names
+        return bool(before) and names != before
+
+    def begin_step(self, trainable: Sequence[Bools | None], num_microbatches: int, *, renew: bool = False) -> StepMasks:
+        """The masks of the next step: see ``FreezeController.begin_step``.
+
+        Args:
+            trainable: of all the stages.
+            renew: ``attach`` has returned True on some rank.
+        """
+        if renew:
             self.controller.forget_work()
-        self._stages, self._names = stages, names
+        return self.controller.begin_step([flags for flags in trainable if flags is not None], num_microbatches)
+
+    def take_works(self) -> dict[int, ParameterWork]:
+        """What the ``profiling`` of this step has found, by stage; empty if there was none."""
+        found, self._found_works = self._found_works, {}
+        return found
+
+    def end_step(
+        self,
+        durations_s: Durations,
+        works: Mapping[int, ParameterWork],
+        transfers_s: Mapping[tuple[int, int], Sequence[float]],
+    ) -> None:
+        """The step is done on all ranks.
+
+        Args:
+            durations_s: of the actions.
+            works: what ``take_works`` has returned, of all the ranks.
+            transfers_s: how long data took between ranks, by (from stage, to stage).
+        """
+        if works:
+            self.controller.set_work([works[stage] for stage in sorted(works)])
+        self.controller.end_step(durations_s, transfers_s)
 
     @contextmanager
     def profiling(self, model: nn.Module) -> Iterator[None]:
@@ -60,20 +105,21 @@ class FreezeSession:
             return
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         owners = [
-            [names.get(id(parameter), name) for name, parameter in stage.named_parameters()] for stage in self._stages
+            [names.get(id(parameter), name) for name, parameter in stage.named_parameters()]
+            for stage in self._stages.values()
         ]
         with ExitStack() as recording:
-            profiles = [recording.enter_context(record_forward(stage)) for stage in self._stages]
+            profiles = [recording.enter_context(record_forward(stage)) for stage in self._stages.values()]
             yield
         works = [
             replace(parameter_work(profile, self._rates_of), names=own)
             for profile, own in zip(profiles, owners, strict=True)
         ]
-        if works[0].reentrant:
+        self._found_works = dict(zip(self._stages, works, strict=True))
+        if 0 in self._found_works and self._found_works[0].reentrant:
             # The first stage's input carries no gradient, so a frozen prefix would cut off the regions behind it too:
             # there all is live or nothing.
-            works[0] = replace(works[0], palette_size=_ALL_OR_NOTHING)
-        self.controller.set_work(works)
+            self._found_works[0] = replace(self._found_works[0], palette_size=_ALL_OR_NOTHING)
 
 
 def as_tensors(masks: StepMasks) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

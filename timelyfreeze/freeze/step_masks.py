@@ -43,6 +43,11 @@ class StepMasks:
     live_probability: list[Floats] | None = None
     averages_live: bool = False
 
+    @property
+    def ever_live(self) -> list[Bools]:
+        """For each stage, which parameters are live for some micro-batch, bool ``[num_parameters]``."""
+        return [np.asarray(live.any(axis=0)) for live in self.live]
+
 
 class StepDrawer:
     """Draws a step's masks, over the parameters that are trainable just now.

@@ -26,7 +26,7 @@ def children(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def check_arguments(
-    children: list[nn.Module],
+    num_children: int,
     given_stages: bool,
     num_stages: int,
     num_microbatches: int,
@@ -37,13 +37,13 @@ def check_arguments(
 ) -> None:
     """Raise ValueError with everything that is wrong."""
     problems = []
-    if given_stages and num_stages != len(children):
-        problems.append(problem("num_stages", expected=f"{len(children)}, as many as the list has", got=num_stages))
-    if not 1 <= num_stages <= len(children):
+    if given_stages and num_stages != num_children:
+        problems.append(problem("num_stages", expected=f"{num_children}, as many as the list has", got=num_stages))
+    if not 1 <= num_stages <= num_children:
         problems.append(
             problem(
                 "num_stages",
-                expected=f"1 to {len(children)}, one child module a stage at the least",
+                expected=f"1 to {num_children}, one child module a stage at the least",
                 got=num_stages,
                 hint="Use fewer stages, or a model with more children.",
             )

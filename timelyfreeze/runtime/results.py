@@ -45,11 +45,13 @@ class StepLoss(NamedTuple):
         mean: over all its samples, 0-dimensional.
         divisor: by what the accumulated gradients are still to be divided.
         weights: of the micro-batches within ``divisor``: gradients of some of them alone are divided by their sum.
+        total: of a (sum, count) loss, the sum; else None.
     """
 
     mean: torch.Tensor
     divisor: float
     weights: list[float]
+    total: torch.Tensor | None
 
 
 def step_loss(done: EngineStep) -> StepLoss:
@@ -57,10 +59,9 @@ def step_loss(done: EngineStep) -> StepLoss:
     losses, counts = done.report.losses, done.report.counts
     with torch.no_grad():
         if counts[0] is None:
-            shares = torch.tensor([m.num_samples for m in done.microbatches], dtype=torch.float64)
-            shares /= shares.sum()
+            shares = torch.tensor(done.shares, dtype=torch.float64)
             mean = torch.cat([loss.reshape(1) for loss in losses]).mul_(shares.to(losses[0])).sum()
-            return StepLoss(mean, 1.0, shares.tolist())
+            return StepLoss(mean, 1.0, done.shares, None)
         weights = [float(c) for c in counts]
         count = sum(weights)
         if count <= 0:
@@ -68,7 +69,7 @@ def step_loss(done: EngineStep) -> StepLoss:
                 problem("the step's (sum, count) loss", expected="a count above 0", got=count, hint="Skip the batch.")
             )
         total = torch.stack([loss.reshape(()) for loss in losses]).sum()
-        return StepLoss(total / count, count, weights)
+        return StepLoss(total / count, count, weights, total)
 
 
 def send_input_gradients(done: EngineStep, scale: float) -> None:

@@ -49,15 +49,18 @@ class UnsharedStages:
     dictionaries of its own to put aliases in. The copies stand in the model only between ``install`` and ``restore``.
 
     Args:
-        stages: the stage modules. They are left installed.
+        stages: the stage modules; None: not here. They are left installed.
     """
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, stages: Sequence[nn.Module | None]) -> None:
         self._places: list[_Place] = []
         self._copies: list[tuple[nn.Module, nn.Module]] = []  # (copy, original)
         seen: set[int] = set()
-        self.stages: list[nn.Module] = []
+        self.stages: list[nn.Module | None] = []
         for stage in stages:
+            if stage is None:
+                self.stages.append(None)
+                continue
             own = self._unshare(stage, seen, {})
             seen |= {id(module) for module in own.modules()}
             self.stages.append(own)
@@ -111,15 +114,18 @@ class TiedParameters:
     """The parameters that several stages share, and the aliases that the later ones use.
 
     Args:
-        stages: the stage modules, whose module objects are distinct (see ``UnsharedStages``).
+        stages: the stage modules, whose module objects are distinct (see ``UnsharedStages``); None: not here.
         devices: one a stage.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    def __init__(self, stages: Sequence[nn.Module | None], devices: Sequence[torch.device]) -> None:
         self._ties: list[_Tie] = []
         self.stage_parameters: list[list[nn.Parameter]] = []
         owners: set[int] = set()
         for stage, device in zip(stages, devices, strict=True):
+            if stage is None:
+                self.stage_parameters.append([])
+                continue
             places: dict[int, list[tuple[nn.Module, str]]] = {}
             for module in stage.modules():
                 for name, parameter in module._parameters.items():
@@ -165,9 +171,10 @@ class TiedParameters:
                 if grad is None:
                     continue
                 grad = grad.to(tie.owner.device)
-                tie.owner.grad = grad if tie.owner.grad is None else _sum(tie.owner.grad, grad)
+                tie.owner.grad = grad if tie.owner.grad is None else sum_gradients(tie.owner.grad, grad)
 
 
-def _sum(total: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def sum_gradients(total: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Both added up, in ``total`` where that can be."""
     # Dense plus sparse exists, sparse plus dense does not.
     return grad + total if total.is_sparse and not grad.is_sparse else total.add_(grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,24 @@ class ValueSpec:
     def call(self, forward: Callable[..., Any], tensors: Sequence[torch.Tensor], *extra: Any) -> Any:
         return forward(self.decode(tensors), *extra)
 
+    def to_bytes(self) -> bytes:
+        """The spec for another process of the same job: ``spec_from_bytes`` brings it back. Equal specs, equal bytes.
+
+        Raises:
+            TypeError: something in the value cannot be pickled.
+        """
+        try:
+            return pickle.dumps(self._skeleton, protocol=5)
+        except Exception as error:  # whatever a class's own pickling raises
+            raise TypeError(
+                problem(
+                    "a value between stages on different ranks",
+                    expected="tensors, and other values that can be pickled",
+                    got=f"{type(error).__name__}: {error}",
+                    hint="Return tensors and plain values from the stage.",
+                )
+            ) from error
+
 
 class CallSpec(ValueSpec):
     """The same for the arguments of a call: ``(args, kwargs)``."""
@@ -80,6 +99,11 @@ class CallSpec(ValueSpec):
     def call(self, forward: Callable[..., Any], tensors: Sequence[torch.Tensor], *extra: Any) -> Any:
         args, kwargs = self.decode(tensors)
         return forward(*args, *extra, **kwargs)
+
+
+def spec_from_bytes(text: bytes) -> ValueSpec:
+    """What ``ValueSpec.to_bytes`` made in another process of this job, which is trusted as this one is."""
+    return ValueSpec(pickle.loads(text))
 
 
 def encode(value: Any) -> tuple[list[torch.Tensor], ValueSpec]:

@@ -1,0 +1,297 @@
+"""The ranks of a pipeline as processes of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from timelyfreeze.distributed.failing import Blame, as_exception, describe, is_final
+from timelyfreeze.distributed.failure import Failure
+from timelyfreeze.distributed.groups import Groups, Place, default_store, find_place, next_name
+from timelyfreeze.distributed.messages import (
+    DisagreementError,
+    merge_closings,
+    merge_openings,
+    pack_closing,
+    pack_opening,
+)
+from timelyfreeze.distributed.monitor import FailureMonitor
+from timelyfreeze.distributed.planning import SharedPlanner
+from timelyfreeze.distributed.replicas import reduce_over_replicas
+from timelyfreeze.distributed.ties import RemoteTies
+from timelyfreeze.errors import problem
+from timelyfreeze.runtime.engine import Engine
+from timelyfreeze.runtime.ranks import Closing, Flags, Opening
+from timelyfreeze.runtime.values import encode, spec_from_bytes
+from timelyfreeze.schedule import Schedule
+
+if TYPE_CHECKING:
+    from timelyfreeze.freeze import FreezeConfig
+
+_PROBE_S = 2.0
+
+
+def make_ranks(process_group: Any, mesh: Any, timeout_s: float) -> ProcessRanks | None:
+    """The ranks as processes; None where neither a group nor a mesh is given."""
+    if process_group is None and mesh is None:
+        return None
+    return ProcessRanks(find_place(process_group, mesh), timeout_s)
+
+
+class ProcessRanks:
+    """The other ranks are processes: see ``timelyfreeze.runtime.ranks.Ranks`` for what is asked of them.
+
+    All that the ranks must agree on goes through ``_gather``, once before and once after a step. A failure is told to
+    all by the monitor; the connections are then of no more use, and the next call makes new ones. Where a rank is gone
+    for good, every later call raises that.
+
+    Args:
+        place: of this process.
+        timeout_s: after which a rank that does not answer is given up.
+    """
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        self._place = place
+        self._timeout_s = timeout_s
+        self._engine: Engine | None = None
+        self._groups: Groups | None = None
+        self._device = torch.device("cpu")
+        self._is_stale = False
+        self._final: BaseException | None = None
+        self._epoch = 0
+        self._in_call: str | None = None
+        self._began_s = time.monotonic()
+        self._planner: SharedPlanner | None = None
+        self._ties: RemoteTies | None = None
+        self._ids: list[list[int]] = []
+        self._telling = threading.Lock()
+        self._monitor = FailureMonitor(
+            default_store(),
+            place.own_member,
+            len(place.members),
+            next_name(place.members),
+            on_failure=self._on_failure,
+            status=self._status,
+        )
+
+    # --- the pipeline is being made ---------------------------------------------------------------------------
+
+    @property
+    def num_ranks(self) -> int:
+        return self._place.num_ranks
+
+    @property
+    def own_rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        return self._own_stages[0] == 0, self._own_stages[-1] == self._schedule.num_stages - 1
+
+    def join(self, schedule: Schedule, points: Sequence[int], seed: int, device: torch.device) -> list[int]:
+        """Take part in this pipeline; returns the stages of this rank.
+
+        Raises:
+            ValueError: there are not as many processes as the schedule has ranks.
+        """
+        if schedule.num_ranks != self.num_ranks:
+            raise ValueError(
+                problem(
+                    "ranks",
+                    expected=f"{self.num_ranks}, one a process",
+                    got=f"schedule {schedule.name!r} with {schedule.num_ranks}",
+                    hint=f"Pass num_stages={self.num_ranks} times the stages of a rank.",
+                )
+            )
+        self._schedule = schedule
+        self._own_stages = [stage for stage, rank in enumerate(schedule.stage_to_rank) if rank == self.own_rank]
+        self._device = device
+        self._promise = json.dumps([[[str(a) for a in row] for row in schedule.ranks], list(points), seed])
+        self._groups = Groups(self._place, device, self._timeout_s)
+        return self._own_stages
+
+    def planner(self, freeze: FreezeConfig) -> SharedPlanner:
+        """The planner of this rank: only the first process solves."""
+        self._planner = SharedPlanner(self._schedule, freeze.plan_options, solves=self._place.own_member == 0)
+        return self._planner
+
+    def connect(self, engine: Engine) -> None:
+        self._engine = engine
+        assert self._groups is not None
+        peers = [self._place.member_of(self._place.replica, rank) for rank in range(self.num_ranks)]
+        engine.runtime.connect(self._groups.transport, peers)
+
+    def tie(self, names: Sequence[Sequence[str]], model: nn.Module) -> None:
+        """The last of making a pipeline: all ranks are made alike, and tied parameters are known."""
+        with self.call(0):
+            assert self._engine is not None
+            self._engine.runtime.set_clock(self._timeout_s)
+            promises = self._gather(self._promise)
+            if len(set(promises)) > 1:
+                differing = [rank for rank, promise in enumerate(promises) if promise != promises[0]]
+                expected = "the same schedule, split points and seed on every rank"
+                raise DisagreementError(problem("the pipeline", expected=expected, got=f"others on ranks {differing}"))
+            self._ties = RemoteTies(names, model, self._engine, self._place, self.gather, self._transfer)
+
+    # --- a call -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def call(self, step: int) -> Iterator[None]:
+        if self._final is not None:
+            raise self._final
+        self._in_call, self._began_s = f"step {step}", time.monotonic()
+        try:
+            if self._is_stale:
+                self._renew()
+            yield
+        except DisagreementError:
+            raise  # on all ranks alike; nothing is on its way
+        except BaseException as error:
+            raised = self._fail(error, step)
+            if raised is error:
+                raise
+            raise raised from (raised.__cause__ or error)
+        finally:
+            if self._ties is not None:
+                self._ties.abort()
+            self._in_call, self._began_s = None, time.monotonic()
+
+    def open(self, own: Opening) -> Opening:
+        data = pack_opening(own)
+        data["news"] = None if self._planner is None or own.call != "train" else self._planner.news()
+        replicas = self._by_replica(self._gather(data))
+        opened = merge_openings(own, replicas, self._place.replica)
+        if self._planner is not None and own.call == "train":
+            # The solver is the first member, wherever that is in the grid.
+            self._planner.receive(next((one["news"] for row in replicas for one in row if one["news"]), None))
+        if own.call == "train" and self._ties is not None:
+            self._ties.begin()
+        return opened
+
+    def reduce_gradients(self, live: Sequence[Flags] | None) -> None:
+        assert self._engine is not None
+        assert self._groups is not None
+        if self._groups.replicas is not None:
+            reduce_over_replicas(self._engine, live, self._groups.replicas, self._monitor, self._timeout_s)
+
+    def close(self, own: Closing) -> Closing:
+        ids = self._action_ids(own)
+        replicas = self._by_replica(self._gather(pack_closing(own, ids[self.own_rank])))
+        closed = merge_closings(own, replicas, self._place.replica, ids, self._schedule)
+        if closed.overflow and not own.overflow:
+            self._overflow()
+        return closed
+
+    def commit(self, scale: float, factors: list[list[float]] | None) -> None:
+        assert self._engine is not None
+        assert self._ties is not None
+        self._engine.commit(scale, factors)
+        self._ties.merge()
+
+    def share_outputs(self, outputs: list[Any] | None) -> list[Any]:
+        last = self._schedule.stage_to_rank[-1]
+        others = [rank for rank in range(self.num_ranks) if rank != last]
+        if outputs is None:
+            _, tensors, text = self._transfer([], [last])[0]
+            received: list[Any] = spec_from_bytes(text).decode([t for t in tensors if t is not None])
+            return received
+        tensors, spec = encode(outputs)
+        self._transfer([(rank, tensors, spec.to_bytes()) for rank in others], [])
+        return outputs
+
+    def gather(self, own: Any) -> list[Any]:
+        return self._gather(own)
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        return self._ties is not None and self._ties.is_copy(parameter)
+
+    def shut(self) -> None:
+        self._monitor.close()
+        if self._groups is not None:
+            self._groups.close()
+
+    # --- failures ---------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException, step: int) -> BaseException:
+        """Tell all ranks, and find out what failed first; the exception to raise here."""
+        assert self._groups is not None
+        blame = Blame(self._place, self._own_stages, self._monitor, _PROBE_S, self._status)
+        winner = self._monitor.report(describe(error, step, blame))
+        self._groups.transport.cancel()
+        self._is_stale = True
+        is_own = winner.reporter == self._place.own_member and winner.rank == self._place.own_member
+        raised = error if is_own else as_exception(winner)
+        if is_final(winner):
+            self._final = raised
+        return raised
+
+    def _on_failure(self, failure: Failure) -> None:
+        """Another rank failed: end what this one waits for. Runs on the monitor's thread."""
+        engine = self._engine
+        if engine is not None:
+            engine.runtime.cancel(as_exception(failure))
+
+    def _renew(self) -> None:
+        """New connections after a failure, on all ranks."""
+        assert self._groups is not None
+        assert self._engine is not None
+        self._epoch += 1
+        self._monitor.next_epoch(self._epoch)
+        self._groups.close()
+        self._groups = Groups(self._place, self._device, self._timeout_s)
+        self.connect(self._engine)
+        self._engine.runtime.set_clock(self._timeout_s)
+        self._is_stale = False
+
+    def _status(self) -> str:
+        """What this rank is doing, for others that wait for it."""
+        since_s = time.monotonic() - self._began_s
+        call, engine = self._in_call, self._engine
+        if call is None or engine is None:
+            return f"between calls for {since_s:.1f} s"
+        action = engine.runtime.running_action
+        if action is None:
+            return f"waiting in {call}"
+        return f"running {action[0]}{action[1]}{action[2]} in {call} for {since_s:.1f} s"
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _gather(self, own: Any) -> list[Any]:
+        assert self._engine is not None
+        every = self._engine.runtime.exchange(json.dumps(own).encode(), self._timeout_s)
+        return [json.loads(text) for text in every]
+
+    def _transfer(self, parcels: Sequence[Any], sources: Sequence[int]) -> list[Any]:
+        """Tensors to and from other ranks of this replica: (rank, tensors, bytes)."""
+        assert self._engine is not None
+        place = self._place
+        sent = [(place.member_of(place.replica, rank), tensors, text) for rank, tensors, text in parcels]
+        members = [place.member_of(place.replica, rank) for rank in sources]
+        return self._engine.runtime.transfer(sent, members, self._timeout_s)
+
+    def _by_replica(self, every: Sequence[Any]) -> list[list[Any]]:
+        place = self._place
+        return [[every[place.member_of(d, r)] for r in range(self.num_ranks)] for d in range(place.num_replicas)]
+
+    def _action_ids(self, own: Closing) -> list[list[int]]:
+        """The places of each rank's actions among all of them."""
+        ids: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for index, action in enumerate(own.times.actions):
+            ids[self._schedule.stage_to_rank[action.stage]].append(index)
+        return ids
+
+    def _overflow(self) -> None:
+        """Gradients of another rank are not finite: make this rank's ``GradScaler`` see it as well."""
+        assert self._engine is not None
+        for parameter in (p for used in self._engine.ties.stage_parameters for p in used):
+            if parameter.grad is not None and parameter.grad.numel() > 0:
+                grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                grad.view(-1)[0] = torch.inf
+                return
