@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from timelyfreeze.errors import problem
 
-KINDS = ("stage", "call", "lost", "stopped", "timeout")
+KINDS = ("stage", "lost", "stopped", "timeout")
 MAX_DETAIL_BYTES = 64 * 1024
 MAX_TEXT_BYTES = 4 * 1024
 

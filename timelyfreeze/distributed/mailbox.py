@@ -7,12 +7,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 T = TypeVar("T")
 
@@ -29,7 +27,7 @@ def own_connection(store: Store) -> Store:
     Stores that cannot be cloned are given back as they are.
     """
     with suppress(AttributeError, NotImplementedError):
-        return cast("Store", cast(Any, store).clone())
+        return cast(Store, cast(Any, store).clone())
     return store
 
 
@@ -59,7 +57,7 @@ class QueueMailbox:
 
 
 class PollingMailbox:
-    """The same for stores without queues (``FileStore``, TCPStore without libuv): one key a message, looked for.
+    """The same for other stores (``HashStore``, ``FileStore``, TCPStore without libuv): one key a message, looked for.
 
     Every sender counts its own messages: one that is stopped while it sends holds up nobody else's.
     """
@@ -92,12 +90,18 @@ class PollingMailbox:
 
 
 def create_mailbox(store: Store, prefix: str, rank: int, num_ranks: int) -> QueueMailbox | PollingMailbox:
-    """The kind of mailbox that the store can hold; the same on all ranks."""
-    try:
-        store.queue_len(f"{prefix}mail/{rank}")
-    except (AttributeError, NotImplementedError):
-        return PollingMailbox(prefix, rank, num_ranks)
-    return QueueMailbox(prefix, rank)
+    """The kind of mailbox that the store can hold; the same on all ranks.
+
+    Only TCPStore's queues will do: HashStore wakes one of those who wait, who may wait for another queue.
+    """
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, TCPStore):
+        with suppress(NotImplementedError):
+            store.queue_len(f"{prefix}mail/{rank}")
+            return QueueMailbox(prefix, rank)
+    return PollingMailbox(prefix, rank, num_ranks)
 
 
 class _Call:

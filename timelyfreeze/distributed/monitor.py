@@ -52,7 +52,8 @@ class FailureMonitor:
     the other threads compute. A second one makes this rank's calls to the store, because those cannot be interrupted.
 
     Args:
-        store: reachable from all ranks. ``TCPStore`` and ``HashStore`` wake the thread; others are asked every 0.2 s.
+        store: reachable from all ranks. A ``TCPStore`` (with libuv, as by default) wakes the thread; others are
+            asked every 0.2 s.
         rank, num_ranks: of this process.
         name: the same on all ranks, and used once in the life of the store.
         on_failure: called from the monitor's thread, once an epoch, when another rank's report came first or the
@@ -110,8 +111,9 @@ class FailureMonitor:
             name="timelyfreeze-monitor",
             daemon=True,
         )
+        # It holds the store: where this process hosts it, it must not go before the threads that wait for it have ended.
         # At exit too: a thread that comes back from the store while the interpreter ends would abort the process.
-        self._close = weakref.finalize(self, _end, self._ends, self._calls, self._mailbox, rank, listener)
+        self._close = weakref.finalize(self, _end, self._ends, self._calls, self._mailbox, rank, listener, store)
         listener.start()
 
     @property
@@ -341,11 +343,20 @@ def _listen(
             return
 
 
+_KEPT: list[Store] = []  # in a forked child: to take a store down there would wait for threads that it does not have
+
+
 def _end(
-    ends: _Ends, calls: StoreCalls, mailbox: QueueMailbox | PollingMailbox, rank: int, listener: threading.Thread
+    ends: _Ends,
+    calls: StoreCalls,
+    mailbox: QueueMailbox | PollingMailbox,
+    rank: int,
+    listener: threading.Thread,
+    store: Store,
 ) -> None:
     if ends.process_id != os.getpid():
-        return  # a fork has the sockets but not the threads
+        _KEPT.append(store)
+        return
     ends.closed.set()
     ends.epochs.put(False)
     if not ends.store_lost.is_set() and not calls.is_this_thread:
