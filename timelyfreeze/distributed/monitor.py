@@ -111,7 +111,7 @@ class FailureMonitor:
             name="timelyfreeze-monitor",
             daemon=True,
         )
-        # It holds the store: where this process hosts it, it must not go before the threads that wait for it have ended.
+        # It holds the store: where this process hosts it, it goes after the threads that wait for it.
         # At exit too: a thread that comes back from the store while the interpreter ends would abort the process.
         self._close = weakref.finalize(self, _end, self._ends, self._calls, self._mailbox, rank, listener, store)
         listener.start()
