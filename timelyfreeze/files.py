@@ -50,7 +50,7 @@ def open_atomically(path: str | PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def read_json(path: str | PathLike[str]) -> object:
@@ -82,7 +82,7 @@ def load_json(path: str | PathLike[str], parse: Callable[[object], Parsed]) -> P
         raise PlanError(f"{os.fspath(path)}: {error}") from error
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Make the rename itself durable, where the system lets a folder be opened."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

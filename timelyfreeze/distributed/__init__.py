@@ -1,1 +1,1 @@
-"""The same pipeline over many processes of a ``torch.distributed`` group."""
+"""The same pipeline over many processes with torch.distributed."""
