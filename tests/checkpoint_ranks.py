@@ -331,10 +331,11 @@ def kill_each_instant(group, path):
         whole = DealtPipe(make_model(seed={1: 0, 2: 2}[step]))
         assert_same(everything(pipe, None), everything(whole, None))
         newest.append(step)
+        save_checkpoint(path, first, make_optimizer(first), keep_last=1)  # as it was, for the next kill
+        left = os.listdir(path)
+        assert len(left) == 1, left  # nothing unfinished, nothing half removed
         if os.WIFEXITED(status):
-            return newest, sorted(os.listdir(path))
-        if step == 2:  # as it was, for the next kill
-            save_checkpoint(path, first, make_optimizer(first), keep_last=1)
+            return newest
 
 
 def folders(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import json
 import os
 import warnings
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from tests import checkpoint_ranks as ranks
 from tests.checkpoint_ranks import DealtPipe, assert_same, everything, folders, make_model, make_optimizer, train
 from timelyfreeze import FreezeConfig, FreezingPipeline
+from timelyfreeze.distributed import checkpoint_values
 from timelyfreeze.distributed.checkpoint import (
     CheckpointError,
     export_state_dict,
@@ -193,6 +195,16 @@ def test_torchs_own_tools_read_it(tmp_path):
     assert plain["optim"]["param_groups"]["1.bias"]["betas"] == (0.8, 0.9)
 
 
+def test_values_are_not_unpickled_beyond_plain_data(tmp_path, monkeypatch):
+    pipe, optimizer = trained()
+    pipe._model[3].calls = fractions.Fraction(1, 2)  # stands for anything that runs code when it is unpickled
+    monkeypatch.setattr(checkpoint_values, "_plain", lambda value, name, faults: value)
+    save_checkpoint(tmp_path, pipe, optimizer)
+    for read in (lambda: load_checkpoint(tmp_path, *fresh()), lambda: export_state_dict(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"Unsupported .* fractions.Fraction|fractions.Fraction was not an"):
+            read()
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -317,6 +329,12 @@ def test_damage_is_found_before_anything_is_touched(tmp_path):
     before = everything(other, used)
 
     data = newest / "__0_0.distcp"
+    whole = data.read_bytes()
+    place = whole.rindex(optimizer.state_dict()["state"][1]["exp_avg"].numpy().tobytes())
+    data.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(CheckpointError, match=r"checksum of .* does not match .* may be loaded already"):
+        load_checkpoint(tmp_path, *fresh())
+    data.write_bytes(whole)
     os.truncate(data, data.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"damaged checkpoint: expected .* bytes, got .* bytes"):
         load_checkpoint(tmp_path, other, used)
@@ -345,13 +363,13 @@ def test_damage_is_found_before_anything_is_touched(tmp_path):
 
 
 def test_a_kill_at_any_instant_leaves_the_last_one(tmp_path):
-    [(newest, left)] = ranks.run_ranks(1, ranks.kill_each_instant, tmp_path)
-    assert len(newest) > 20  # kills, the last run aside
+    [newest] = ranks.run_ranks(1, ranks.kill_each_instant, tmp_path)
     assert newest == sorted(newest)  # the old one up to the rename, then the new one
-    assert left == ["step-000002"]
+    assert newest.count(1) > 15
+    assert newest.count(2) == 7  # fsync; rename, unlink three times and rmdir of the old one; no kill
 
 
-@pytest.mark.parametrize(("rank", "instants"), [(0, (1, 3, 6, 9)), (1, (1, 3, 5))])
+@pytest.mark.parametrize(("rank", "instants"), [(0, (1, 6, 9)), (1, (1, 5))])
 def test_a_killed_rank_leaves_the_last_one(tmp_path, rank, instants):
     pipe, optimizer = trained(steps=1)
     save_checkpoint(tmp_path, pipe, optimizer, extra={"rate": [0.1, None]})
