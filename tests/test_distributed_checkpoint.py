@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tests import checkpoint_ranks as ranks
 from tests.checkpoint_ranks import DealtPipe, assert_same, everything, folders, make_model, make_optimizer, train
+from tests.pipelines import fixed_plan
 from timelyfreeze import FreezeConfig, FreezingPipeline
 from timelyfreeze.distributed import checkpoint_values
 from timelyfreeze.distributed.checkpoint import (
@@ -294,6 +295,37 @@ def test_the_freezing_state_goes_with_it_or_its_step_alone(tmp_path):
         assert same.freeze_state_dict() == {**fresh, "step": 3}
     with pytest.raises(CheckpointError, match="expected load, if_same_schedule or skip, got 'never'"):
         load_checkpoint(tmp_path, DealtPipe(nn.Sequential()), freeze_state="never")
+
+
+def test_a_resumed_pipeline_has_the_same_losses_bit_for_bit(tmp_path):
+    def go_on(pipe, optimizer, steps):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+        losses = []
+        for _ in range(steps):
+            losses.append(pipe.step(x, target=x * 0.5).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def start():
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(4)])
+        config = FreezeConfig(plan=fixed_plan(2, 4, 0.5), ramp_steps=4)
+        pipe = FreezingPipeline(model, 2, 4, loss_fn=F.mse_loss, freeze=config, split_points=[2])
+        pipe.process_group = None
+        return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+
+    pipe, optimizer = start()
+    with pipe:
+        go_on(pipe, optimizer, 5)
+        assert save_checkpoint(tmp_path, pipe, optimizer).name == "step-000005"
+        expected = go_on(pipe, optimizer, 5)
+    pipe, optimizer = start()
+    with pipe:
+        go_on(pipe, optimizer, 2)  # another way
+        load_checkpoint(tmp_path, pipe, optimizer, freeze_state="load")
+        losses = go_on(pipe, optimizer, 5)
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
 
 
 # --- folders --------------------------------------------------------------------------------------------------------

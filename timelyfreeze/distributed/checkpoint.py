@@ -110,7 +110,7 @@ def load_checkpoint(
     """Go on from the newest checkpoint under ``path`` (the one saved last), or from ``path`` if it is one.
 
     A collective, for any number of ranks. Names, shapes and types of everything on all ranks are checked before the
-    first tensor is touched. Each rank reads only its own part, into the tensors that are there.
+    first tensor is touched. Each rank reads only its own part, into the tensors that are there, and compares checksums.
 
     Only load checkpoints that you trust: ``torch.distributed.checkpoint`` unpickles their metadata, which can run code.
 
