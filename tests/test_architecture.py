@@ -32,9 +32,10 @@ MAY_IMPORT = {
     "acceleration": BASE | {"_C", "compiled", "ops"},
     "runtime": BASE | {"_C", "compiled", "ops", "schedule"},
     "freeze": BASE | {"_C", "compiled", "ops", "schedule", "cost", "planner"},
+    "distributed": BASE | {"_C", "schedule", "cost", "planner", "runtime", "freeze"},
     "asynchronous": BASE | {"_C", "ops", "schedule", "runtime"},
     "pipeline": BASE
-    | {"_C", "acceleration", "schedule", "cost", "planner", "ops", "runtime", "freeze", "asynchronous"},
+    | {"_C", "acceleration", "schedule", "cost", "planner", "ops", "runtime", "freeze", "distributed", "asynchronous"},
     "cli": BASE
     | {"acceleration", "schedule", "cost", "planner", "viz", "freeze", "runtime", "pipeline"}
     | set(timelyfreeze.__all__),

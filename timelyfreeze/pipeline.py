@@ -332,6 +332,14 @@ class FreezingPipeline(nn.Module):
     # --- plan and state ---------------------------------------------------------------------------------------
 
     @property
+    def process_group(self) -> Any:
+        """The pipeline's own group of all its processes, for CPU tensors; None where ranks are threads of this one.
+
+        It is another one after a failed step: ask for it on all ranks together, where you need it.
+        """
+        return self._ranks.process_group
+
+    @property
     def plan(self) -> Plan | None:
         """What is left out where, once it is known."""
         return None if self._freezing is None else self._freezing.controller.plan

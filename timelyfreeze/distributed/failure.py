@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from timelyfreeze.errors import problem
 
-KINDS = ("stage", "lost", "stopped", "timeout")
+KINDS = ("stage", "call", "lost", "stopped", "timeout")
 MAX_DETAIL_BYTES = 64 * 1024
 MAX_TEXT_BYTES = 4 * 1024
 
@@ -33,7 +33,8 @@ class Failure:
     """A rank's failure. It travels as JSON, never as a pickle, and its texts are cut to bounded lengths.
 
     Attributes:
-        kind: ``"stage"`` (user code raised), ``"lost"`` (a rank's connection broke, or it does not answer),
+        kind: ``"stage"`` (user code raised), ``"call"`` (a call failed elsewhere: wrong arguments),
+            ``"lost"`` (a rank's connection broke, or it does not answer),
             ``"stopped"`` (Ctrl-C, SystemExit, closed) or ``"timeout"``.
         rank: the rank that failed, not the one that reports; -1 where it is not known.
         text: one line, such as ``"RuntimeError: boom"``.

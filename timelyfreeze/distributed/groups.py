@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import distributed_c10d as c10d
 
 from timelyfreeze import _C
 from timelyfreeze.errors import problem
@@ -103,26 +103,28 @@ class Groups:
 
     Args:
         place: of this process.
+        name: the same on all members, and of no other groups before.
         device: where its tensors are.
         timeout_s: longer than anything waits; the pipeline itself gives up sooner.
     """
 
-    def __init__(self, place: Place, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, place: Place, name: str, device: torch.device, timeout_s: float) -> None:
+        self._name = name
         timeout = timedelta(seconds=max(2 * timeout_s + 60, _MIN_TIMEOUT_S))
         members = place.members
         self._made: list[dist.ProcessGroup] = []
         # Control data are CPU tensors, whatever the stages compute on.
-        control = self._make(members, "gloo", timeout)
+        self.control = control = self._make(members, "gloo", timeout, "control")
         if device.type == "cpu":
             up = down = control
         else:
             # One for each direction: see Transport's constructor.
-            up, down = self._make(members, None, timeout), self._make(members, None, timeout)
+            up, down = (self._make(members, None, timeout, way) for way in ("up", "down"))
         self.transport = _C.Transport(control.group_name, up.group_name, down.group_name, str(device))
         self.replicas: dist.ProcessGroup | None = None
         if place.num_replicas > 1:
             column = sorted(row[place.rank] for row in place.grid)
-            self.replicas = self._make(column, "gloo" if device.type == "cpu" else None, timeout)
+            self.replicas = self._make(column, "gloo" if device.type == "cpu" else None, timeout, f"dp{place.rank}")
 
     def close(self) -> None:
         """Give up what waits, and let the connections go."""
@@ -132,16 +134,29 @@ class Groups:
                 dist.destroy_process_group(group)
         self._made.clear()
 
-    def _make(self, ranks: Sequence[int], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        self._made.append(group)
-        return group
+    def _make(self, ranks: list[int], backend: str | None, timeout: timedelta, what: str) -> dist.ProcessGroup:
+        # torch.distributed.new_group names a group by its ranks and by how many groups the process has: after a group
+        # is given up that name comes again, and with it the addresses that the store still has of the old one.
+        name: Any = f"timelyfreeze/{self._name}/{what}"
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            backend or dist.get_backend(),
+            default_store(),
+            name,
+            timeout=timeout,
+            group_desc=name,
+        )
+        c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+        assert isinstance(made, dist.ProcessGroup)
+        self._made.append(made)
+        return made
 
 
 def default_store() -> Store:
     """The store over which the processes found each other."""
-    return _get_default_store()
+    return c10d._get_default_store()
 
 
 def next_name(members: Sequence[int]) -> str:

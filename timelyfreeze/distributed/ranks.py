@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from timelyfreeze.distributed.failing import Blame, as_exception, describe, is_final
@@ -72,11 +73,12 @@ class ProcessRanks:
         self._ties: RemoteTies | None = None
         self._ids: list[list[int]] = []
         self._telling = threading.Lock()
+        self._name = next_name(place.members)
         self._monitor = FailureMonitor(
             default_store(),
             place.own_member,
             len(place.members),
-            next_name(place.members),
+            self._name,
             on_failure=self._on_failure,
             status=self._status,
         )
@@ -86,6 +88,14 @@ class ProcessRanks:
     @property
     def num_ranks(self) -> int:
         return self._place.num_ranks
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The pipeline's own group of all its processes, for CPU tensors; another one after a failure."""
+        if self._is_stale and self._final is None:
+            self._renew()
+        assert self._groups is not None
+        return self._groups.control
 
     @property
     def own_rank(self) -> int:
@@ -114,7 +124,7 @@ class ProcessRanks:
         self._own_stages = [stage for stage, rank in enumerate(schedule.stage_to_rank) if rank == self.own_rank]
         self._device = device
         self._promise = json.dumps([[[str(a) for a in row] for row in schedule.ranks], list(points), seed])
-        self._groups = Groups(self._place, device, self._timeout_s)
+        self._groups = self._make_groups()
         return self._own_stages
 
     def planner(self, freeze: FreezeConfig) -> SharedPlanner:
@@ -245,10 +255,13 @@ class ProcessRanks:
         self._epoch += 1
         self._monitor.next_epoch(self._epoch)
         self._groups.close()
-        self._groups = Groups(self._place, self._device, self._timeout_s)
+        self._groups = self._make_groups()
         self.connect(self._engine)
         self._engine.runtime.set_clock(self._timeout_s)
         self._is_stale = False
+
+    def _make_groups(self) -> Groups:
+        return Groups(self._place, f"{self._name}/{self._epoch}", self._device, self._timeout_s)
 
     def _status(self) -> str:
         """What this rank is doing, for others that wait for it."""

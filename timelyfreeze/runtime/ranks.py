@@ -67,6 +67,10 @@ class Ranks(Protocol):
     """The other ranks of a pipeline: threads of this process, or processes."""
 
     @property
+    def process_group(self) -> Any:
+        """All processes of the pipeline; None: there is only this one. Where it is to be made anew, all ranks ask."""
+
+    @property
     def own_rank(self) -> int | None:
         """Which of the schedule's ranks this process is; None: all of them."""
 
@@ -112,6 +116,7 @@ class Ranks(Protocol):
 class ThreadRanks:
     """All ranks are threads of this process, so this process knows all there is to know."""
 
+    process_group = None
     own_rank = None
     ends = (True, True)
 
