@@ -1,4 +1,4 @@
-"""The fused operators against eager torch: one thread, float32, turn by turn in one process.
+"""The fused operators against eager torch: one thread, turn by turn in one process; float32, and bfloat16 for comparison.
 
 A frozen layer's backward: the weights do not require grad, the input does.
 """
@@ -41,28 +41,28 @@ def backward_of(outputs: list[Tensor], inputs: list[Tensor]) -> Callable[[], flo
     return timed(lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True))
 
 
-def norm_case(centered: bool, width: int) -> Pair:
-    x, r = (torch.randn(NUM_ELEMENTS // width, width, requires_grad=True) for _ in range(2))
-    w, b = torch.randn(width), torch.randn(width)
+def norm_case(centered: bool, width: int, dtype: torch.dtype) -> Pair:
+    x, r = (torch.randn(NUM_ELEMENTS // width, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    w, b = torch.randn(width, dtype=dtype), torch.randn(width, dtype=dtype)
     fused = ops.layer_norm(x, w, b, EPS, residual=r) if centered else ops.rms_norm(x, w, EPS, residual=r)
     h = x + r  # one sum for the norm and the stream, as models have it
     normed = F.layer_norm(h, (width,), w, b, EPS) if centered else F.rms_norm(h, (width,), w, EPS)
     return backward_of(list(fused), [x, r]), backward_of([normed, h], [x, r])
 
 
-def activation_case(fused: Callable[..., Tensor], eager: Callable[..., Tensor], width: int) -> Pair:
-    x = torch.randn(NUM_ELEMENTS // width, width, requires_grad=True)
+def activation_case(fused: Callable[..., Tensor], eager: Callable[..., Tensor], width: int, dtype: torch.dtype) -> Pair:
+    x = torch.randn(NUM_ELEMENTS // width, width, dtype=dtype, requires_grad=True)
     return backward_of([fused(x)], [x]), backward_of([eager(x)], [x])
 
 
-def swiglu_case(width: int, packed_eager: bool) -> Pair:
+def swiglu_case(width: int, packed_eager: bool, dtype: torch.dtype) -> Pair:
     """Eager has gate and up packed as well, or apart, as the layers of models give them."""
-    packed = torch.randn(NUM_ELEMENTS // width, 2 * width, requires_grad=True)
+    packed = torch.randn(NUM_ELEMENTS // width, 2 * width, dtype=dtype, requires_grad=True)
     if packed_eager:
         halves = packed.chunk(2, dim=-1)
         eager = F.silu(halves[0]) * halves[1]
         return backward_of([ops.swiglu(packed)], [packed]), backward_of([eager], [packed])
-    gate, up = (torch.randn(NUM_ELEMENTS // width, width, requires_grad=True) for _ in range(2))
+    gate, up = (torch.randn(NUM_ELEMENTS // width, width, dtype=dtype, requires_grad=True) for _ in range(2))
     return backward_of([ops.swiglu(packed)], [packed]), backward_of([F.silu(gate) * up], [gate, up])
 
 
@@ -77,18 +77,18 @@ def forward_case(fused: Callable[[], object], eager: Callable[[], object]) -> Pa
     return without_graph(fused), without_graph(eager)
 
 
-def make_cases(width: int) -> dict[str, Pair]:
-    x, r, w = torch.randn(NUM_ELEMENTS // width, width), torch.randn(NUM_ELEMENTS // width, width), torch.randn(width)
-    packed = torch.randn(NUM_ELEMENTS // width, 2 * width)
+def make_cases(width: int, dtype: torch.dtype = torch.float32) -> dict[str, Pair]:
+    x, r = (torch.randn(NUM_ELEMENTS // width, width, dtype=dtype) for _ in range(2))
+    w, packed = torch.randn(width, dtype=dtype), torch.randn(NUM_ELEMENTS // width, 2 * width, dtype=dtype)
     return {
-        "rms_norm and residual, backward": norm_case(False, width),
-        "layer_norm and residual, backward": norm_case(True, width),
-        "swiglu, backward": swiglu_case(width, True),
-        "swiglu, backward, eager's halves apart": swiglu_case(width, False),
+        "rms_norm and residual, backward": norm_case(False, width, dtype),
+        "layer_norm and residual, backward": norm_case(True, width, dtype),
+        "swiglu, backward": swiglu_case(width, True, dtype),
+        "swiglu, backward, eager's halves apart": swiglu_case(width, False, dtype),
         "gelu (tanh), backward": activation_case(
-            lambda x: ops.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), width
+            lambda x: ops.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), width, dtype
         ),
-        "gelu, backward": activation_case(ops.gelu, F.gelu, width),
+        "gelu, backward": activation_case(ops.gelu, F.gelu, width, dtype),
         "rms_norm and residual, forward": forward_case(
             lambda: ops.rms_norm(x, w, EPS, residual=r), lambda: (F.rms_norm(x + r, (width,), w, EPS), x + r)
         ),
@@ -105,6 +105,16 @@ def test_kernels(width: int) -> None:
         found = interleave(eager, fused, rounds=60)
         print(f"{name}, width {width}: eager / fused {found}")
         record("fused_kernels", op=name, width=width, eager_over_fused=found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_in_half_precision(dtype: torch.dtype) -> None:
+    """For information: CPUs without instructions for these types spend their time on conversions."""
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    for name, (fused, eager) in make_cases(1024, dtype).items():
+        found = interleave(eager, fused, rounds=10, warmup=1)
+        print(f"{name}, width 1024, {name_of_dtype}: eager / fused {found}")
+        record("fused_kernels", op=name, width=1024, dtype=name_of_dtype, eager_over_fused=found)
 
 
 def test_linear_cross_entropy() -> None:

@@ -137,6 +137,12 @@ CASES: dict[str, OpCase] = {
         {"x": X, "a": (4, 12), "b": (3, 12), "c": (3,)},
         ("a", "b", "c"),
     ),
+    "packed_linear, transposed": OpCase(
+        lambda x, a, b, c: ops.packed_linear(x, [a, b], [None, c], transposed=True),
+        lambda x, a, b, c: torch.cat([F.linear(x, a.t()), F.linear(x, b.t(), c)], -1),
+        {"x": X, "a": (12, 4), "b": (12, 3), "c": (3,)},
+        ("a", "b", "c"),
+    ),
 }
 
 LOSSES: dict[str, dict[str, Any]] = {

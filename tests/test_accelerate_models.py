@@ -22,7 +22,7 @@ FUSED = {
     "mistral": {"embedding": 1, "norm": 5, "linear": 9, "activation": 2, "rope_qkv": 2},
     "qwen2": {"embedding": 1, "norm": 5, "linear": 9, "activation": 2, "rope_qkv": 2},
     "qwen3": {"embedding": 1, "norm": 9, "linear": 9, "activation": 2, "rope": 4},
-    "gpt2": {"embedding": 2, "norm": 5, "linear": 1, "activation": 2},
+    "gpt2": {"embedding": 2, "norm": 5, "linear": 9, "activation": 2},
     "vit": {"norm": 5, "linear": 9, "activation": 2},
     "vit_scaled": {"norm": 5, "linear": 9, "activation": 2},  # its queries and keys are not contiguous
 }

@@ -102,7 +102,7 @@ void bind_fused(py::module_& m) {
   m.def("norm", &ops::norm, py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("bias"), py::arg("eps"),
         py::arg("centered"), py::arg("passes_on"), py::call_guard<py::gil_scoped_release>());
   m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("weights"), py::arg("biases"),
-        py::call_guard<py::gil_scoped_release>());
+        py::arg("transposed") = false, py::call_guard<py::gil_scoped_release>());
   m.def("embedding", &fused_embedding, py::arg("indices"), py::arg("weight"), py::arg("padding_index"),
         py::call_guard<py::gil_scoped_release>());
   m.def("rope_qkv", &ops::rope_qkv, py::arg("qkv"), py::arg("cosines"), py::arg("sines"), py::arg("num_heads"),

@@ -17,8 +17,6 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
-#include <string_view>
-
 #include "runtime/deferred_nodes.h"
 #include "runtime/rng.h"
 

@@ -20,10 +20,8 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// [..., n] as a matrix; batches of matrices stay what they are.
-at::Tensor as_matrix(const at::Tensor& tensor, bool batched) {
-  return batched ? tensor : tensor.reshape({-1, tensor.size(-1)});
-}
+// Batches of matrices stay what they are.
+at::Tensor as_matrix(const at::Tensor& tensor, bool batched) { return batched ? tensor : as_rows(tensor); }
 
 std::vector<int64_t> sizes_of(const std::optional<at::Tensor>& tensor) {
   return tensor && tensor->defined() ? tensor->sizes().vec() : std::vector<int64_t>();

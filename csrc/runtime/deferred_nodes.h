@@ -10,6 +10,9 @@
 
 namespace timelyfreeze {
 
+// [..., n] as a matrix of rows of n.
+inline at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+
 // The leaf whose gradient is wanted; `transposed` where an operator was given its transposition.
 struct Parameter {
   at::Tensor tensor;

@@ -38,8 +38,6 @@ bool lie_behind_each_other(const std::vector<at::Tensor>& weights) {
   return true;
 }
 
-at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
-
 // The weights as one matrix: a view, where they lie behind each other.
 at::Tensor stacked(const std::vector<at::Tensor>& weights) {
   if (weights.size() == 1) return weights.front();
@@ -97,9 +95,10 @@ at::Tensor plain_packed_linear(const at::Tensor& input, const std::vector<at::Te
 
 class PackedLinear : public DeferredNode {
  public:
+  // `weights` are [out, in]: where the leaves are [in, out], their transpositions.
   PackedLinear(const at::Tensor& input, const std::vector<at::Tensor>& weights, const Biases& biases,
-               std::vector<at::Tensor> leaves, std::shared_ptr<WeightQueue> queue)
-      : DeferredNode(std::move(queue)), leaves_(std::move(leaves)) {
+               std::vector<at::Tensor> leaves, bool transposed, std::shared_ptr<WeightQueue> queue)
+      : DeferredNode(std::move(queue)), leaves_(std::move(leaves)), transposed_(transposed) {
     const bool trains =
         std::any_of(weights.begin(), weights.end(), [](const at::Tensor& weight) { return weight.requires_grad(); });
     if (trains) input_ = SavedVariable(input, /*is_output=*/false);
@@ -134,8 +133,12 @@ class PackedLinear : public DeferredNode {
       if (task_should_compute_output(weight) && !frozen) {
         if (!input.defined()) input = input_.unpack();  // once: checkpointing allows no more
         if (leaves_[i].defined() && accumulates(weight)) {
-          leave({input.detach(), grad}, [leaf = leaves_[i], x = input.detach(), part] {
-            accumulate_product(leaf, as_rows(part).t(), as_rows(x));
+          leave({input.detach(), grad}, [leaf = leaves_[i], x = input.detach(), part, transposed = transposed_] {
+            if (transposed) {
+              accumulate_product(leaf, as_rows(x).t(), as_rows(part));
+            } else {
+              accumulate_product(leaf, as_rows(part).t(), as_rows(x));
+            }
           });
         } else {
           result[weight] = as_rows(part).t().matmul(as_rows(input));
@@ -156,6 +159,7 @@ class PackedLinear : public DeferredNode {
   std::vector<SavedVariable> weights_;
   std::vector<int64_t> rows_;
   const std::vector<at::Tensor> leaves_;  // undefined where the gradient is autograd's to accumulate
+  const bool transposed_;                 // leaves are [in, out]
 };
 
 void check(const at::Tensor& input, const std::vector<at::Tensor>& weights, const Biases& biases) {
@@ -182,11 +186,19 @@ bool is_own_leaf(const at::Tensor& tensor) {
          (defer_target() == nullptr || defer_target()->stage.owns(tensor));
 }
 
+std::vector<at::Tensor> transpositions(const std::vector<at::Tensor>& weights) {
+  std::vector<at::Tensor> turned;
+  for (const at::Tensor& weight : weights) turned.push_back(weight.dim() == 2 ? weight.t() : weight);
+  return turned;
+}
+
 std::shared_ptr<WeightQueue> queue_now() { return defer_target() == nullptr ? nullptr : defer_target()->queue; }
 
 }  // namespace
 
-at::Tensor packed_linear(const at::Tensor& input, const std::vector<at::Tensor>& weights, const Biases& biases) {
+at::Tensor packed_linear(const at::Tensor& input, const std::vector<at::Tensor>& stored, const Biases& biases,
+                         bool transposed) {
+  const std::vector<at::Tensor> weights = transposed ? transpositions(stored) : stored;
   if (weights.size() == 1 && weights[0].dim() == 2 && input.dim() > 0 && weights[0].size(1) != input.size(-1)) {
     return at::linear(input, weights[0]);  // whose error says what does not fit, as torch's own layer would
   }
@@ -204,11 +216,12 @@ at::Tensor packed_linear(const at::Tensor& input, const std::vector<at::Tensor>&
   Biases cast_biases;
   for (size_t i = 0; i < weights.size(); ++i) {
     cast.push_back(autocast_to(weights[i]));
-    leaves.push_back(records && is_own_leaf(weights[i]) ? weights[i] : at::Tensor());
+    leaves.push_back(records && is_own_leaf(stored[i]) ? stored[i] : at::Tensor());
     cast_biases.push_back(biases[i] && biases[i]->defined() ? std::make_optional(autocast_to(*biases[i]))
                                                             : std::nullopt);
   }
-  NodePtr node = records ? make_node<PackedLinear>(x, cast, cast_biases, std::move(leaves), queue_now()) : nullptr;
+  NodePtr node =
+      records ? make_node<PackedLinear>(x, cast, cast_biases, std::move(leaves), transposed, queue_now()) : nullptr;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::Tensor output;
   {

@@ -1,10 +1,10 @@
 #pragma once
-// A test is a function registered by name; a check that fails says where and ends the process with 1.
-#include <cstdio>
-#include <cstdlib>
+// A test is a function registered by name; a CHECK that fails ends the process.
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "core/check.h"
 
 namespace timelyfreeze::testing {
 
@@ -25,11 +25,3 @@ struct Register {
   static void name();                                                         \
   static const timelyfreeze::testing::Register register_##name(#name, &name); \
   static void name()
-
-#define CHECK(condition)                                                           \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                \
-    }                                                                              \
-  } while (false)

@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from timelyfreeze import ops
 from timelyfreeze.acceleration.blocks import can_rotate, gated, rotary_tables, rotated_heads
-from timelyfreeze.acceleration.modules import GELU_TANH, RMS_NORM, SILU, add_and_norm, norm_stream
+from timelyfreeze.acceleration.guards import fits
+from timelyfreeze.acceleration.modules import GELU_TANH, LINEAR, RMS_NORM, SILU, add_and_norm, norm_stream
 from timelyfreeze.acceleration.swap import BLOCK, RULES, Rule, only_uses
 
 _OLD_CACHE = "past_key_values"  # its name before "cache"
@@ -181,6 +183,15 @@ def _gpt2_block(
     return stream + self.mlp(y)
 
 
+def _conv1d(self: Any, x: Tensor) -> Any:
+    if not fits(x, self) or x.shape[-1:] != self.weight.shape[:1] or not x.is_contiguous():
+        return NotImplemented
+    return ops.packed_linear(x, (self.weight,), (self.bias,), transposed=True)
+
+
+RULES["transformers.pytorch_utils.Conv1D"] = Rule(
+    "conv1d", LINEAR.what, _conv1d, only_uses(("x",), "addmm bias nf size torch view weight")
+)
 RULES["transformers.models.gpt2.modeling_gpt2.GPT2Block"] = Rule(
     BLOCK,
     "residual sums within the norms",

@@ -166,7 +166,9 @@ def rope_qkv(
     return made
 
 
-def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, *, transposed: bool = False
+) -> Tensor:
     """Several linear layers of one input as one matrix product.
 
     Weights that lie behind each other in memory are read in place. A trained weight's gradient goes straight into its
@@ -176,6 +178,7 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
         x: ``[..., width]``.
         weights: each ``[features, width]``.
         biases: each ``[features]`` or None, as many as weights; None: no biases.
+        transposed: weights are stored ``[width, features]``, as those of GPT-2 are.
 
     Returns:
         Their outputs behind each other, ``[..., sum of features]``.
@@ -184,7 +187,8 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     tensor([[2., 0., 0.]])
     """
     if not torch.compiler.is_compiling():
-        return _C.packed_linear(x, weights, [None] * len(weights) if biases is None else biases)
+        return _C.packed_linear(x, weights, [None] * len(weights) if biases is None else biases, transposed)
+    weights = [weight.t() for weight in weights] if transposed else weights
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     if biases is None or all(bias is None for bias in biases):
         return functional.linear(x, weight)

@@ -12,19 +12,12 @@
 #include <random>
 #include <vector>
 
+#include "core/check.h"
 #include "kernels/simt/machine.h"
 #include "kernels/types.h"
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #endif
-
-#define CHECK(condition)                                                           \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                \
-    }                                                                              \
-  } while (false)
 
 namespace timelyfreeze::kernels::testing {
 
