@@ -1,4 +1,4 @@
-"""The fused operators against eager torch: one thread, turn by turn in one process; float32, and bfloat16 for comparison.
+"""The fused operators against eager torch: one thread, turn by turn in one process, float32 where nothing else is said.
 
 A frozen layer's backward: the weights do not require grad, the input does.
 """
