@@ -3,13 +3,20 @@
 
 // Activations, plain and gated: y = a(x), or of rows that hold gate and up behind each other, y = a(gate) up.
 //
-//   silu(x) = x / (1 + exp(-x))                                    (arXiv 1702.03118)
-//   gelu(x) = x (1 + erf(x / sqrt 2)) / 2                          (arXiv 1606.08415)
-//   gelu_tanh(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
-//   dx = dy a'(x);  dgate = dy up a'(gate),  dup = dy a(gate)      SwiGLU, GeGLU: arXiv 2002.05202
+//   silu(x) = x s(x),  s(x) = 1 / (1 + exp(-x))                  (Elfwing et al., arXiv 1702.03118, section 2)
+//   gelu(x) = x P(x),  P(x) = (1 + erf(x / sqrt 2)) / 2          (Hendrycks and Gimpel, arXiv 1606.08415, section 2)
+//   gelu_tanh(x) = x T(x),  T(x) = (1 + tanh u) / 2,  u = sqrt(2 / pi) (x + 0.044715 x^3)      (the same section)
 //
-// Backward recomputes a from the input, so nothing else is kept. Bytes in units of the output: plain, forward 1 + 1 and
-// backward 2 + 1; gated, forward 2 + 1 and backward 3 + 2.
+//   silu'(x) = s (1 + x (1 - s))
+//   gelu'(x) = P + x exp(-x^2 / 2) / sqrt(2 pi)
+//   gelu_tanh'(x) = T + x (1 - tanh^2 u) / 2 sqrt(2 / pi) (1 + 3 0.044715 x^2)
+//
+//   plain: dx = dy a'(x);   gated (SwiGLU, GeGLU: Shazeer, arXiv 2002.05202, section 2): dgate = dy up a'(gate),
+//   dup = dy a(gate)
+//
+// Backward recomputes a from the input, so nothing else is kept. Bytes, in units of the output (rows x cols): plain,
+// forward reads 1 and writes 1, backward reads 2 (x, dy) and writes 1; gated, forward reads 2 and writes 1, backward
+// reads 3 (gate, up, dy) and writes 2.
 namespace timelyfreeze::kernels {
 
 enum class Activation : uint8_t { silu, gelu, gelu_tanh };

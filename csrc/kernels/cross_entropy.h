@@ -1,13 +1,15 @@
 #pragma once
 #include "kernels/types.h"
 
-// Cross entropy of rows of logits and its gradient, in place of the logits (arXiv 1512.00567 for label smoothing s,
-// arXiv 2204.02311 for the z-loss), with lse = log sum exp(logits):
+// Cross entropy of rows of logits and its gradient, in place of the logits: label smoothing s as in Szegedy et al.
+// (arXiv 1512.00567, section 7), the z-loss as in PaLM (arXiv 2204.02311, section 5), with lse = log sum exp(logits)
+// from one pass that keeps a running maximum (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3):
 //
 //   loss = lse - (1 - s) logits[target] - s sum(logits) / cols + z_loss lse^2
 //   dlogits = softmax (1 + 2 z_loss lse) - (1 - s) [j = target] - s / cols
 //
-// Rows whose target is ignore_index have no loss and no gradient. Bytes in units of the logits: 2 read, 1 written.
+// Rows whose target is ignore_index have loss 0 and gradients 0. Bytes, in units of the logits (rows x cols): 1 read
+// for the loss alone, and for the gradient 1 more read and 1 written; target (8) and loss (4) a row beside these.
 namespace timelyfreeze::kernels {
 
 struct CrossEntropyShape {

@@ -1,15 +1,22 @@
 #pragma once
 #include "kernels/types.h"
 
-// RMSNorm (arXiv 1910.07467, equation 4) and LayerNorm (arXiv 1607.06450, equation 4) of rows, with the addition of a
-// residual stream before and of its gradient behind.
+// RMSNorm (Zhang and Sennrich, arXiv 1910.07467, section 3, equation 4) and LayerNorm (Ba et al., arXiv 1607.06450,
+// section 3, equation 4) of rows, with the addition of a residual stream before and of its gradient behind.
 //
-//   h = x + residual             mean = centered ? sum(h) / cols : 0      rstd = 1 / sqrt(sum((h - mean)^2) / cols +
-//   eps) z = (h - mean) rstd          y = z weight + bias dx = rstd (g - z sum(g z) / cols - (centered ? sum(g) / cols
-//   : 0)) + dh,  g = dy weight dweight = sum over rows of dy z,  dbias = sum over rows of dy
+//   h = x + residual
+//   mean = centered ? sum(h) / cols : 0
+//   rstd = 1 / sqrt(sum((h - mean)^2) / cols + eps)
+//   z = (h - mean) rstd
+//   y = z weight + bias
+//
+//   g = dy weight
+//   dx = rstd (g - z sum(g z) / cols - (centered ? sum(g) / cols : 0)) + dh
+//   dweight = sum over rows of dy z,   dbias = sum over rows of dy
 //
 // Bytes, in units of one array of rows x cols: forward reads 1 and writes 1 (with a residual: 2 and 2); backward reads
-// 2 and writes 1 (with dh: 3 and 1).
+// 2 and writes 1 (with dh: 3 and 1), whether or not weights train. Beside these, small: rstd (and mean) of 4 bytes a
+// row, weight and bias of cols, and trained, num_partials x cols sums of 4 bytes, written and read once each.
 namespace timelyfreeze::kernels {
 
 struct NormShape {

@@ -1,12 +1,15 @@
 #pragma once
 #include "kernels/types.h"
 
-// Rotary position embedding (arXiv 2104.09864, section 3.2.2): pairs (i, i + width / 2) of a head's features are turned
-// by the angle of their position. The inverse turns back, which is the backward.
+// Rotary position embedding (Su et al., arXiv 2104.09864, sections 3.2.2 and 3.4.2): features of a head in
+// pairs, here (i, i + half) with half = width / 2 as LLaMA's checkpoints have them, are turned by the angle of their
+// position. The map is orthogonal, so its backward turns back: the inverse, with sin negated.
 //
-//   out[i] = in[i] cos - in[i + half] sin,   out[i + half] = in[i + half] cos + in[i] sin      (inverse: sin negated)
+//   out[i] = in[i] cos - in[i + half] sin
+//   out[i + half] = in[i + half] cos + in[i] sin,        i < half, cos and sin of [offset + position, i]
 //
-// Bytes in units of one array: 1 read, 1 written.
+// Bytes, in units of one array (batch x heads x length x width): reads 1 and writes 1, forward and backward alike; the
+// tables, length x width floats in all, are read again from a cache for every head.
 namespace timelyfreeze::kernels {
 
 // An array [batch, heads, length, width] wherever it lies: steps in elements; features are contiguous.
