@@ -20,7 +20,7 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-long lint format bench sanitize check-cuda-build clean
+.PHONY: help setup train test test-long lint format bench sanitize check-cuda-build check-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,11 @@ check-cuda-build:  ## build and import the extension against a CUDA build of tor
 	PATH="$(CURDIR)/$(CUDA_VENV)/bin:$$PATH" TIMELYFREEZE_BUILD_DIR=$(CURDIR)/build/ext-cuda \
 	  $(CUDA_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
 	cd build && cuda-venv/bin/python $(CURDIR)/tests/check_cuda_build.py
+
+# With the machine's own Python and packages, as they are: no virtual environment, no download. WHEELS names a folder of
+# wheels for what is missing there.
+check-gpu:  ## on a machine with a GPU: build, parity, compute-sanitizer, a pipeline step, the kernels' bandwidth
+	@$(PYTHON) -m tests.gpu.check $(if $(WHEELS),--wheels $(abspath $(WHEELS))) $(ARGS)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build timelyfreeze/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

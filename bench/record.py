@@ -74,11 +74,11 @@ def environment() -> dict[str, object]:
         "cpu": _cpu_model(),
         "num_cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{package: _version(package) for package in ("torch", "numpy", "highspy", "timelyfreeze")},
+        **{package: package_version(package) for package in ("torch", "numpy", "highspy", "timelyfreeze")},
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -86,7 +86,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, with ``+`` where the tree differs from it; None outside a git checkout."""
+    """The commit, with ``+`` where the tree differs from it; outside a git checkout GIT_COMMIT, or None."""
     described = subprocess.run(
         ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
         cwd=ROOT,
@@ -94,7 +94,7 @@ def _commit() -> str | None:
         text=True,
         check=False,
     )
-    return described.stdout.strip() or None
+    return described.stdout.strip() or os.environ.get("GIT_COMMIT")
 
 
 def _cpu_model() -> str:

@@ -1,4 +1,4 @@
-"""GPT-2's Conv1D: weights stored [in, out] on the operator for linear layers, and what its backward keeps and writes."""
+"""GPT-2's Conv1D, weights stored [in, out], on the operator for linear layers; what its backward keeps and writes."""
 
 from __future__ import annotations
 

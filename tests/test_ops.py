@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.op_cases import CASES, COS, SIN, outputs
+from tests.op_parity import layouts, random_like, run, strided, worst_errors
 from timelyfreeze import ops
 from timelyfreeze.runtime.memory import count_saved_bytes
 
@@ -31,18 +32,6 @@ ALL_STATES = [
     for name, case in CASES.items()
     for live in states(case)
 ]
-
-
-def run(function, tensors, live, grads=None):
-    """Outputs, and gradients of what is live for random output gradients (or those given)."""
-    tensors = {name: t.detach().clone().requires_grad_(name in live) for name, t in tensors.items()}
-    made = outputs(function(*tensors.values()))
-    if grads is None:
-        generator = torch.Generator().manual_seed(5)
-        grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in made]
-    roots = [(o, g.to(o.dtype)) for o, g in zip(made, grads, strict=True) if o.requires_grad]
-    torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
-    return made, {name: t.grad for name, t in tensors.items()}
 
 
 @pytest.mark.parametrize(("name", "live"), ALL_STATES)
@@ -82,26 +71,7 @@ def test_equals_the_plain_formula(name, live):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_at_most_twice_plain_torchs(name, dtype):
     """Against float64, the worst of many samples: outputs and gradients (one rounding of the result is free)."""
-    case = CASES[name]
-    worst = {}
-    for seed in range(20):
-        tensors = case.tensors(dtype, seed)
-        exact, _ = run(case.plain, {n: t.double() for n, t in tensors.items()}, set(tensors))
-        grads = [torch.randn(o.shape, generator=torch.Generator().manual_seed(seed)).to(dtype) for o in exact]
-        truth = run(case.plain, {n: t.double() for n, t in tensors.items()}, set(tensors), grads)
-        plain = run(case.plain, tensors, set(tensors), grads)
-        fused = run(case.fused, tensors, set(tensors), grads)
-        for found, function in ((fused, "fused"), (plain, "plain")):
-            for what, (got, right) in enumerate(
-                zip([*found[0], *found[1].values()], [*truth[0], *truth[1].values()], strict=True)
-            ):
-                assert got.dtype in (dtype, torch.float32)  # losses
-                error = float((got.double() - right).abs().max())
-                rounding = torch.finfo(dtype).eps * float(right.abs().max())
-                worst[function, what] = max(worst.get((function, what), (0.0, 0.0)), (error, rounding))
-    for (function, what), (error, rounding) in worst.items():
-        if function == "fused":
-            assert error <= 2 * worst["plain", what][0] + rounding, what
+    assert worst_errors(CASES[name], dtype).faults() == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,15 +105,6 @@ def test_what_is_kept_is_what_is_said():
     assert kept(lambda: ops.packed_linear(x, [torch.randn(3, 16)])) == 3 * 16 * 4  # the weight, for the input gradient
 
 
-def layouts(x):
-    """The same numbers, laid out otherwise."""
-    yield x.clone()
-    yield x.mT.contiguous().mT
-    yield torch.stack([x, x + 1], -1)[..., 0]
-    yield torch.cat([x, x], 0)[: x.shape[0]]
-    yield x[:1].expand_as(x)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_inputs_and_gradients_may_lie_in_memory_as_they_like(name):
     case = CASES[name]
@@ -151,17 +112,10 @@ def test_inputs_and_gradients_may_lie_in_memory_as_they_like(name):
     first = next(iter(tensors))
     live = set(tensors)
     for laid in layouts(tensors[first]):
-        expected = run(case.plain, {**tensors, first: laid.contiguous()}, live)
-        given = {n: t.clone().requires_grad_() for n, t in tensors.items()}
-        base = laid.detach().requires_grad_()
-        given[first] = base
-        made = outputs(case.fused(*given.values()))
-        generator = torch.Generator().manual_seed(5)
-        grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in made]
-        # Gradients that are no contiguous tensors either: what attention sends back, or an expanded sum.
-        strided = [torch.stack([g, g], -1)[..., 0] if g.dim() else g for g in grads]
-        torch.autograd.backward(made, [g.to(o.dtype) for g, o in zip(strided, made, strict=True)])
-        torch.testing.assert_close(base.grad, expected[1][first], rtol=1e-6, atol=1e-6)
+        given = {**tensors, first: laid}
+        expected = run(case.plain, {n: t.contiguous() for n, t in given.items()}, live)
+        found = run(case.fused, given, live, strided(random_like(expected[0], seed=5)), as_they_lie=True)
+        torch.testing.assert_close(found[1][first], expected[1][first], rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=60)
