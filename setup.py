@@ -38,35 +38,40 @@ def find_nvcc(torch_cuda: str | None) -> str | None:
     return nvcc
 
 
+def build(build_dir: Path, destination: Path) -> None:
+    """Configure, build and install: the module lands in ``destination``."""
+    import pybind11
+    import torch
+
+    build_dir.mkdir(parents=True, exist_ok=True)
+    configure = [
+        *("cmake", "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DTORCH_DIR={Path(torch.__file__).parent}",
+        f"-DPYBIND11_INCLUDE_DIR={pybind11.get_include()}",
+        f"-DCMAKE_INSTALL_PREFIX={destination}",
+    ]
+    nvcc = find_nvcc(torch.version.cuda)
+    configure += [f"-DTIMELYFREEZE_CUDA={'ON' if nvcc else 'OFF'}"]
+    configure += [f"-DCMAKE_CUDA_COMPILER={nvcc}"] if nvcc else []
+    configure += os.environ.get("CMAKE_ARGS", "").split()
+    jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+    for command in (
+        configure,
+        ["cmake", "--build", str(build_dir), "-j", jobs],
+        ["cmake", "--install", str(build_dir)],
+    ):
+        subprocess.check_call(command)
+
+
 class CMakeBuild(build_ext):
-    """Runs configure, build and install; the module lands where setuptools expects it."""
+    """The extension where setuptools expects it."""
 
     def build_extension(self, ext: Extension) -> None:
-        import pybind11
-        import torch
-
         destination = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        build_dir = Path(os.environ.get("TIMELYFREEZE_BUILD_DIR") or self.build_temp).resolve()
-        build_dir.mkdir(parents=True, exist_ok=True)
-        configure = [
-            *("cmake", "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
-            "-DCMAKE_BUILD_TYPE=Release",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DTORCH_DIR={Path(torch.__file__).parent}",
-            f"-DPYBIND11_INCLUDE_DIR={pybind11.get_include()}",
-            f"-DCMAKE_INSTALL_PREFIX={destination}",
-        ]
-        nvcc = find_nvcc(torch.version.cuda)
-        configure += [f"-DTIMELYFREEZE_CUDA={'ON' if nvcc else 'OFF'}"]
-        configure += [f"-DCMAKE_CUDA_COMPILER={nvcc}"] if nvcc else []
-        configure += os.environ.get("CMAKE_ARGS", "").split()
-        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        for command in (
-            configure,
-            ["cmake", "--build", str(build_dir), "-j", jobs],
-            ["cmake", "--install", str(build_dir)],
-        ):
-            subprocess.check_call(command)
+        build(Path(os.environ.get("TIMELYFREEZE_BUILD_DIR") or self.build_temp).resolve(), destination)
 
 
-setup(ext_modules=[Extension("timelyfreeze._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+if __name__ == "__main__":  # tests/gpu/build.py takes `build` alone
+    setup(ext_modules=[Extension("timelyfreeze._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -114,7 +114,7 @@ def test_kernels_in_half_precision(dtype: torch.dtype) -> None:
     for name, (fused, eager) in make_cases(1024, dtype).items():
         found = interleave(eager, fused, rounds=10, warmup=1)
         print(f"{name}, width 1024, {name_of_dtype}: eager / fused {found}")
-        record("fused_kernels", op=name, width=1024, dtype=name_of_dtype, eager_over_fused=found)
+        record("fused_kernels_half", op=name, width=1024, dtype=name_of_dtype, eager_over_fused=found)
 
 
 def test_linear_cross_entropy() -> None:

@@ -81,8 +81,10 @@ class Worst:
         ours, theirs, right = (_named(results) for results in (fused, plain, exact))
         if ours.keys() != right.keys():
             self._faults.append(f"expected {sorted(right)}, got {sorted(ours)}")
-        for what in ours.keys() & right.keys():
-            got, truth = ours[what], right[what]
+        for what, got in ours.items():
+            if what not in right:
+                continue
+            truth = right[what]
             if got.shape != truth.shape or got.dtype not in (self._dtype, torch.float32):  # losses are float32
                 self._faults.append(f"{what}: got {tuple(got.shape)} {got.dtype}, expected {tuple(truth.shape)}")
                 continue

@@ -91,6 +91,21 @@ def test_a_part_without_its_tool_or_time(monkeypatch, tmp_path):
     assert (late.result, late.what) == ("failed", "no time left")
 
 
+def test_what_compute_sanitizer_says(monkeypatch, tmp_path):
+    """Errors in other libraries' kernels are told, and are no failure; a machine that it cannot work on is none."""
+    ours = "========= at void timelyfreeze::kernels::norm_forward_kernel<float, 4>"
+    theirs = "========= at sgemm_kernel"
+    end = "9 calls, 0 faults\n========= ERROR SUMMARY: 1 error"
+    for text, result in [
+        (f"{ours}\n{end}", "failed"),
+        (f"{theirs}\n{end}", "passed"),
+        (f"{theirs}\n========= ERROR SUMMARY: 1 error", "failed"),  # our calls did not come to their end
+        ("========= Error: Device not supported", "skipped"),
+    ]:
+        part = Part("racecheck", [sys.executable, "-c", f"print({text!r}); raise SystemExit(1)"], 60.0)
+        assert outcome_of(part, monkeypatch, tmp_path).result == result, text
+
+
 def test_a_failed_part_fails_the_check_and_hides_no_other(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(check, "parts_on_cpu", lambda: parts("raise SystemExit(1)", "print('ran')"))
     monkeypatch.setattr(check, "WORK", tmp_path)

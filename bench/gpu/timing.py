@@ -44,7 +44,7 @@ def kernel_seconds(call: Call, kernel: str) -> float | None:
             call()
         torch.cuda.synchronize()
     launches = [event for event in profile.events() if kernel in event.name]
-    return sum(event.device_time for event in launches) / len(launches) / 1e6 if launches else None
+    return sum(event.time_range.elapsed_us() for event in launches) / len(launches) / 1e6 if launches else None
 
 
 def device_fields(device: torch.device) -> dict[str, object]:

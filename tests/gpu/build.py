@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,14 +24,12 @@ def build(folder: Path, architecture: str) -> Path:
     Raises:
         RuntimeError: the CUDA kernels were left out.
     """
-    cmake_folder = folder / "ext"
-    env = os.environ | {
-        "TIMELYFREEZE_BUILD_DIR": str(cmake_folder),
-        "CMAKE_ARGS": f"{os.environ.get('CMAKE_ARGS', '')} -DCMAKE_CUDA_ARCHITECTURES={architecture}".strip(),
-    }
-    env.pop("PYTHONPATH", None)  # an older build, which setuptools need not see
-    command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(folder / "base")]
-    subprocess.run([*command, "--build-lib", str(folder / "site")], cwd=ROOT, env=env, check=True)
+    package = folder / "site" / "timelyfreeze"
+    shutil.rmtree(package, ignore_errors=True)
+    shutil.copytree(ROOT / "timelyfreeze", package, ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
+    os.environ["CMAKE_ARGS"] = f"{os.environ.get('CMAKE_ARGS', '')} -DCMAKE_CUDA_ARCHITECTURES={architecture}"
+    # Not by way of setuptools, so that any version of it will do.
+    runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["build"](folder / "ext", package)
     (extension,) = (folder / "site" / "timelyfreeze").glob("_C*.so")
     found = {match.decode() for match in re.findall(rb"sm_\d+(?=\W)", extension.read_bytes())}
     if f"sm_{architecture}" not in found:

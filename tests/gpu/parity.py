@@ -73,7 +73,7 @@ def faults_beyond_32_bits(device: str) -> list[str]:
     return [
         f"{name} of {x.numel()} numbers: the last row is wrong"
         for name, op in (("silu", ops.silu), ("rms_norm", lambda t: ops.rms_norm(t, None, 1e-5)))
-        if not torch.equal(op(x)[-1], op(x[-1:])[0])
+        if not torch.allclose(op(x)[-1], op(x[-1:])[0], rtol=0.01)
     ]
 
 
