@@ -27,20 +27,20 @@ struct Gelu {
   }
 };
 
-// (1 + tanh u) / 2 = sigmoid(2 u)
+// (1 + tanh u) / 2 = sigmoid(2 u), by powers of 2: the constants have the factor of log(2) already.
 struct GeluTanh {
   template <class V>
   V operator()(const V& x, V* slope = nullptr) const {
+    constexpr double linear = -2.302208198144325;  // -2 sqrt(2 / pi) / log(2)
+    constexpr double cubic = 0.044715 * linear;
     constexpr double twice_root = 1.5957691216057308;  // 2 sqrt(2 / pi)
-    constexpr double cubic = 0.044715;
     const V square = x * x;
-    const auto s = sigmoid(x * at::vec::fmadd(square, V(twice_root * cubic), V(twice_root)));
-    const V value = x * s.value;
+    const auto s = sigmoid_by_powers_of_2(x * at::vec::fmadd(square, V(cubic), V(linear)));
     if (slope != nullptr) {
-      const V inner_slope = at::vec::fmadd(square, V(3 * twice_root * cubic), V(twice_root));
-      *slope = at::vec::fmadd(value * s.complement, inner_slope, s.value);
+      const V inner_slope = x * at::vec::fmadd(square, V(3 * 0.044715 * twice_root), V(twice_root));
+      *slope = at::vec::fmadd(inner_slope * s.complement, s.value, s.value);
     }
-    return value;
+    return x * s.value;
   }
 };
 

@@ -93,15 +93,17 @@ void backward(const NormShape& shape, const NormBackward& arrays, Real<T>* dweig
     const T* dy = at_row<T>(arrays.dy, row, cols);
     const T* h = at_row<T>(arrays.h, row, cols);
     const V mean(shape.centered ? static_cast<const R*>(arrays.mean)[row] : R(0));
-    const V rstd(static_cast<const R*>(arrays.rstd)[row]);
-    const auto z = [&](int64_t i, auto n) { return (load(h + i, n) - mean) * rstd; };
+    const R r = static_cast<const R*>(arrays.rstd)[row];
+    const V rstd(r);
+    const auto from_mean = [&](int64_t i, auto n) { return load(h + i, n) - mean; };
     const auto g = [&](int64_t i, auto n) {
       const V gradient = load(dy + i, n);
       return weight == nullptr ? gradient : gradient * load(weight + i, n);
     };
     if (dweight != nullptr) {
       for_each_vector<R>(cols, [&](int64_t i, auto n) {
-        store(dweight + i, at::vec::fmadd(load(dy + i, n), z(i, n), load(dweight + i, n)), n);
+        const V z = from_mean(i, n) * rstd;
+        store(dweight + i, at::vec::fmadd(load(dy + i, n), z, load(dweight + i, n)), n);
       });
     }
     if (dbias != nullptr) {
@@ -109,13 +111,15 @@ void backward(const NormShape& shape, const NormBackward& arrays, Real<T>* dweig
     }
     T* dx = at_row<T>(arrays.dx, row, cols);
     if (dx == nullptr) continue;
-    const R along_z = sum_of_vectors<T>(cols, [&](int64_t i, auto n) { return g(i, n) * z(i, n); }) / cols;
-    const R along_ones = shape.centered ? sum_of_vectors<T>(cols, g) / cols : R(0);
     const T* dh = at_row<T>(arrays.dh, row, cols);
+    const auto [along_distance, along_ones] = sums_of_vectors<T>(cols, [&](int64_t i, auto n) -> std::array<V, 2> {
+      const V gradient = g(i, n);
+      return {gradient * from_mean(i, n), gradient};
+    });
+    const V of_distance(-along_distance / cols * r * r), of_ones(shape.centered ? along_ones / cols : R(0));
     for_each_vector<T>(cols, [&](int64_t i, auto n) {
-      V gradient = (at::vec::fmadd(z(i, n), V(-along_z), g(i, n)) - V(along_ones)) * rstd;
-      if (dh != nullptr) gradient = gradient + load(dh + i, n);
-      store(dx + i, gradient, n);
+      const V gradient = at::vec::fmadd(from_mean(i, n), of_distance, g(i, n)) - of_ones;
+      store(dx + i, dh == nullptr ? gradient * rstd : at::vec::fmadd(gradient, rstd, load(dh + i, n)), n);
     });
   }
 }

@@ -1,6 +1,8 @@
 #pragma once
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -175,6 +177,25 @@ inline Real<T> sum_of_vectors(int64_t count, const Value& value) {
   return fold_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]), std::plus<>());
 }
 
+// As sum_of_vectors, of pairs of values in one pass.
+template <class T, class Values>
+inline std::array<Real<T>, 2> sums_of_vectors(int64_t count, const Values& values) {
+  Vec<T> sums[2][4];
+  for (auto& quarter : sums) std::fill_n(quarter, 4, Vec<T>(0));
+  const auto add = [&](int64_t k, const std::array<Vec<T>, 2>& pair) {
+    sums[0][k] = sums[0][k] + pair[0];
+    sums[1][k] = sums[1][k] + pair[1];
+  };
+  int64_t i = 0;
+  for (; i + 4 * width<T> <= count; i += 4 * width<T>) {
+    for (int64_t k = 0; k < 4; ++k) add(k, values(i + k * width<T>, AllLanes<T>{}));
+  }
+  for (; i + width<T> <= count; i += width<T>) add(0, values(i, AllLanes<T>{}));
+  if (i < count) add(1, values(i, count - i));
+  const auto total = [](const Vec<T>* s) { return fold_lanes((s[0] + s[1]) + (s[2] + s[3]), std::plus<>()); };
+  return {total(sums[0]), total(sums[1])};
+}
+
 // e^x within 2 units in the last place: x = n log 2 + r with |r| <= log(2) / 2, and a minimax polynomial of e^r. Below
 // -87.3 the result is 0, above 88.4 infinity; not-a-number stays.
 inline VecF exp(const VecF& x) {
@@ -197,6 +218,25 @@ inline VecF exp(const VecF& x) {
 
 inline VecD exp(const VecD& x) { return x.exp(); }
 
+// 2^x for x <= 126, and that of 126 beyond, within 3 units in the last place; 0 from -127 on down. Cheaper than exp:
+// x = n + r is exact, and n is added to the exponent of the polynomial's value, in [0.7, 1.42], as an integer.
+inline VecF exp2(const VecF& x) {
+  constexpr float to_bits = 12582912.0F;  // 1.5 2^23: adding it leaves n in the last bits
+  const VecF inside = at::vec::clamp(x, VecF(-127.0F), VecF(126.0F));
+  const VecF shifted = inside + VecF(to_bits);
+  const VecF r = inside - (shifted - VecF(to_bits));
+  const VecF square = r * r;
+  const VecF low = at::vec::fmadd(VecF(0.693147004F), r, VecF(1.0F));
+  const VecF middle = at::vec::fmadd(VecF(0.0555073358F), r, VecF(0.240222424F));
+  const VecF high = at::vec::fmadd(VecF(0.00132647238F), r, VecF(0.00967151299F));
+  const VecF polynomial = at::vec::fmadd(at::vec::fmadd(high, square, middle), square, low);
+  using VecI = at::vec::Vectorized<int32_t>;
+  const VecI exponents = at::vec::cast<int32_t>(shifted) << VecI(23);
+  return at::vec::cast<float>(at::vec::cast<int32_t>(polynomial) + exponents);
+}
+
+inline VecD exp2(const VecD& x) { return (at::vec::clamp_max(x, VecD(1022)) * VecD(0.6931471805599453)).exp(); }
+
 // s = 1 / (1 + e^-x) and 1 - s, which is not taken as a difference, so that it keeps its relative accuracy.
 template <class V>
 struct Sigmoid {
@@ -208,6 +248,14 @@ template <class V>
 inline Sigmoid<V> sigmoid(const V& x) {
   // Where e^-x would be infinite, s is as good as 0 long since.
   const V odds_against = exp(V(0) - at::vec::clamp_min(x, V(-87)));
+  const V value = V(1) / (V(1) + odds_against);
+  return {value, odds_against * value};
+}
+
+// s = 1 / (1 + 2^y), a few operations less than the sigmoid of -log(2) y.
+template <class V>
+inline Sigmoid<V> sigmoid_by_powers_of_2(const V& y) {
+  const V odds_against = exp2(y);
   const V value = V(1) / (V(1) + odds_against);
   return {value, odds_against * value};
 }
