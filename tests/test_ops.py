@@ -200,13 +200,16 @@ def test_the_loss_under_autocast(x_dtype):
         torch.testing.assert_close(a, b, rtol=5e-2, atol=2e-2)
 
 
-def test_writing_into_the_values_of_a_packed_projection_is_noticed():
-    """They are memory of the projection, which something else may still need."""
+def test_queries_keys_and_values_are_one_memory_and_not_the_projections():
+    """What attention keeps is one tensor; the projection may be written into, and is free to go."""
     qkv = torch.randn(1, 5, 24, requires_grad=True) * 1
-    squares = qkv.pow(2).sum()
-    ops.rope_qkv(qkv, COS, SIN, 2, 1)[2].detach().mul_(3.0)
-    with pytest.raises(RuntimeError, match="inplace"):
-        squares.backward()
+    before, squares = qkv.detach().clone(), qkv.pow(2).sum()
+    parts = ops.rope_qkv(qkv, COS, SIN, 2, 1)
+    assert len({part.untyped_storage().data_ptr() for part in (*parts, qkv)}) == 2
+    assert parts[0].untyped_storage().nbytes() == qkv.nbytes
+    parts[2].detach().mul_(3.0)
+    assert torch.equal(qkv, before)
+    squares.backward()
 
 
 def test_threads_may_share_a_weight():

@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "ops/checks.h"
@@ -89,12 +90,19 @@ Packed unpack(const at::Tensor& qkv, int64_t num_heads, int64_t num_kv_heads) {
           heads.narrow(1, num_heads + num_kv_heads, num_kv_heads)};
 }
 
-std::tuple<at::Tensor, at::Tensor> rope_qkv_forward(const at::Tensor& qkv_in, const at::Tensor& cosines,
-                                                    const at::Tensor& sines, int64_t num_heads, int64_t num_kv_heads,
-                                                    int64_t offset) {
+// -> packed as `qkv`, q and k turned. The values are copied: were they a view of `qkv`, attention would keep all of
+// that for them, next to q and k.
+at::Tensor rope_qkv_forward(const at::Tensor& qkv_in, const at::Tensor& cosines, const at::Tensor& sines,
+                            int64_t num_heads, int64_t num_kv_heads, int64_t offset) {
   const at::Tensor qkv = qkv_in.contiguous();
-  const Packed packed = unpack(qkv, num_heads, num_kv_heads);
-  return {rope_turn(packed.q, cosines, sines, offset, false), rope_turn(packed.k, cosines, sines, offset, false)};
+  const Packed in = unpack(qkv, num_heads, num_kv_heads);
+  check_tables(qkv, cosines, sines, in.q.size(2), in.q.size(3), offset);
+  const at::Tensor turned = at::empty_like(qkv);
+  const Packed out = unpack(turned, num_heads, num_kv_heads);
+  turn(in.q, out.q, cosines, sines, offset, false);
+  turn(in.k, out.k, cosines, sines, offset, false);
+  turn(in.v, out.v, at::Tensor(), at::Tensor(), 0, false);
+  return turned;
 }
 
 at::Tensor rope_qkv_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
@@ -140,9 +148,8 @@ struct RopeQkv : Function<RopeQkv> {
     static const auto op = find_operator<decltype(rope_qkv_forward)>("timelyfreeze::rope_qkv_forward");
     ctx->saved_data["offset"] = offset;
     ctx->save_for_backward({cosines, sines});
-    const at::Tensor contiguous = qkv.contiguous();
-    auto [q, k] = op.call(contiguous, cosines, sines, num_heads, num_kv_heads, offset);
-    return {q, k, unpack(contiguous, num_heads, num_kv_heads).v};
+    const Packed made = unpack(op.call(qkv, cosines, sines, num_heads, num_kv_heads, offset), num_heads, num_kv_heads);
+    return {made.q, made.k, made.v};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -166,11 +173,7 @@ struct RopeQkv : Function<RopeQkv> {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> rope_qkv(const at::Tensor& qkv, const at::Tensor& cosines,
                                                         const at::Tensor& sines, int64_t num_heads,
                                                         int64_t num_kv_heads, int64_t offset) {
-  auto made = RopeQkv::apply(qkv, cosines, sines, num_heads, num_kv_heads, offset);
-  // v is memory of qkv: autograd shall notice where either is written in place.
-  if (made[2].is_alias_of(qkv)) {
-    torch::autograd::impl::set_version_counter(made[2], torch::autograd::impl::version_counter(qkv));
-  }
+  const auto made = RopeQkv::apply(qkv, cosines, sines, num_heads, num_kv_heads, offset);
   return {made[0], made[1], made[2]};
 }
 
@@ -178,7 +181,7 @@ TORCH_LIBRARY_FRAGMENT(timelyfreeze, m) {
   m.def("rope_turn(Tensor x, Tensor cosines, Tensor sines, int offset, bool inverse) -> Tensor");
   m.def(
       "rope_qkv_forward(Tensor qkv, Tensor cosines, Tensor sines, int num_heads, int num_kv_heads, int offset) -> "
-      "(Tensor, Tensor)");
+      "Tensor");
   m.def("rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cosines, Tensor sines, int offset) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(timelyfreeze, CPU, m) {

@@ -151,7 +151,7 @@ def rope_qkv(
         cos, sin, offset: as for ``rope``.
 
     Returns:
-        q, k and v, ``[batch, heads, length, width]``; v is a view of ``qkv``.
+        q, k and v, ``[batch, heads, length, width]``, parts of one tensor packed as ``qkv``, which is not kept.
 
     >>> qkv = torch.arange(6.0).reshape(1, 1, 6)
     >>> q, k, v = rope_qkv(qkv, torch.ones(1, 1), torch.zeros(1, 1), 1, 1)
