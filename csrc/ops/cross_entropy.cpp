@@ -18,6 +18,7 @@
 #include "ops/checks.h"
 #include "ops/differentiable.h"
 #include "ops/fused.h"
+#include "ops/product.h"
 #include "ops/stream.h"
 
 namespace timelyfreeze::ops {
@@ -112,15 +113,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_
   for (int64_t first = 0; first < rows; first += step) {
     const int64_t count = std::min(step, rows - first);
     const at::Tensor part = x.narrow(0, first, count);
-    at::Tensor logits = at::linear(part, weight, bias_in);
+    at::Tensor logits = fast_linear(part, weight, bias_in);
     total.add_(losses_of(logits, target.narrow(0, first, count), settings, wants_gradient).sum());
     if (wants_x) {
       at::Tensor slice = dx.narrow(0, first, count);
-      at::mm_out(slice, logits, weight);
+      fast_product_into(slice, logits, weight);
     }
     if (wants_weight) {
       if (sums.dtype() == x.dtype()) {
-        dweight.addmm_(logits.t(), part);
+        add_fast_product(dweight, logits.t(), part);
       } else {
         dweight.add_(at::mm(logits.t(), part));
       }

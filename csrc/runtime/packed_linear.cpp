@@ -4,17 +4,16 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "ops/product.h"
 #include "runtime/deferred_grad.h"
 #include "runtime/deferred_nodes.h"
 
@@ -52,8 +51,8 @@ at::Tensor stacked(const std::vector<at::Tensor>& weights) {
 at::Tensor multiply(const at::Tensor& input, const std::vector<at::Tensor>& weights, const Biases& biases) {
   const bool has_bias =
       std::any_of(biases.begin(), biases.end(), [](const auto& bias) { return bias && bias->defined(); });
-  if (weights.size() == 1) return at::linear(input, weights[0], biases[0]);
-  if (!has_bias && lie_behind_each_other(weights)) return at::linear(input, stacked(weights));
+  if (weights.size() == 1) return fast_linear(input, weights[0], biases[0]);
+  if (!has_bias && lie_behind_each_other(weights)) return fast_linear(input, stacked(weights), std::nullopt);
   const at::Tensor x = as_rows(input);
   int64_t features = 0;
   for (const at::Tensor& weight : weights) features += weight.size(0);
@@ -64,21 +63,23 @@ at::Tensor multiply(const at::Tensor& input, const std::vector<at::Tensor>& weig
   for (size_t i = 0; i < weights.size(); first += weights[i++].size(0)) {
     at::Tensor columns = output.narrow(1, first, weights[i].size(0));
     if (biases[i] && biases[i]->defined()) {
-      at::addmm_out(columns, *biases[i], x, weights[i].t());
+      columns.copy_(biases[i]->expand_as(columns));
+      add_fast_product(columns, x, weights[i].t());
     } else {
-      at::mm_out(columns, x, weights[i].t());
+      fast_product_into(columns, x, weights[i].t());
     }
   }
   return output.view(sizes);
 }
 
 at::Tensor input_gradient(const at::Tensor& grad, const std::vector<at::Tensor>& weights) {
-  if (weights.size() == 1 || lie_behind_each_other(weights)) return grad.matmul(stacked(weights));
+  const bool together = weights.size() == 1 || lie_behind_each_other(weights);
   const at::Tensor g = as_rows(grad);
-  at::Tensor result = at::mm(g.narrow(1, 0, weights[0].size(0)), weights[0]);
+  at::Tensor result =
+      together ? fast_product(g, stacked(weights)) : fast_product(g.narrow(1, 0, weights[0].size(0)), weights[0]);
   int64_t first = weights[0].size(0);
-  for (size_t i = 1; i < weights.size(); first += weights[i++].size(0)) {
-    result.addmm_(g.narrow(1, first, weights[i].size(0)), weights[i]);
+  for (size_t i = 1; i < weights.size() && !together; first += weights[i++].size(0)) {
+    add_fast_product(result, g.narrow(1, first, weights[i].size(0)), weights[i]);
   }
   auto sizes = grad.sizes().vec();
   sizes.back() = result.size(1);
@@ -133,12 +134,17 @@ class PackedLinear : public DeferredNode {
       if (task_should_compute_output(weight) && !frozen) {
         if (!input.defined()) input = input_.unpack();  // once: checkpointing allows no more
         if (leaves_[i].defined() && accumulates(weight)) {
+<<<<<<< HEAD
           leave({input.detach(), grad}, [leaf = leaves_[i], x = input.detach(), part, transposed = transposed_] {
             if (transposed) {
               accumulate_product(leaf, as_rows(x).t(), as_rows(part));
             } else {
               accumulate_product(leaf, as_rows(part).t(), as_rows(x));
             }
+=======
+          leave({input.detach(), grad}, [leaf = leaves_[i], x = input.detach(), part] {
+            accumulate_fast_product(leaf, as_rows(part).t(), as_rows(x));
+>>>>>>> 3bbfbf4 (Large float32 products by oneDNN on AMD processors with AVX-512)
           });
         } else {
           result[weight] = as_rows(part).t().matmul(as_rows(input));

@@ -13,6 +13,8 @@
 #include <mutex>
 #include <utility>
 
+#include "ops/product.h"
+
 namespace timelyfreeze {
 namespace {
 
@@ -126,6 +128,16 @@ void accumulate_product(const at::Tensor& parameter, const at::Tensor& left, con
     grad.addmm_(left, right);
   } else {
     grad.baddbmm_(left, right);
+  }
+}
+
+void accumulate_fast_product(const at::Tensor& parameter, const at::Tensor& left, const at::Tensor& right) {
+  const std::lock_guard lock(mutex_of(parameter));
+  at::Tensor& grad = parameter.mutable_grad();
+  if (!grad.defined() || !adds_in_place(grad, left)) {
+    add_to_grad(parameter, fast_product(left, right));
+  } else {
+    add_fast_product(grad, left, right);
   }
 }
 

@@ -69,6 +69,8 @@ class WeightQueue {
 // goes straight into it where it can: one GEMM, no second pass over memory.
 void accumulate(const at::Tensor& parameter, const at::Tensor& gradient);
 void accumulate_product(const at::Tensor& parameter, const at::Tensor& left, const at::Tensor& right);
+// The same of two matrices, as ops/product.h multiplies: not to the last bit as autograd does.
+void accumulate_fast_product(const at::Tensor& parameter, const at::Tensor& left, const at::Tensor& right);
 // Adds rows of `gradient` to the rows of `parameter.grad` that `indices` name, but for `padding_index`.
 void accumulate_rows(const at::Tensor& parameter, const at::Tensor& indices, const at::Tensor& gradient,
                      int64_t padding_index);
