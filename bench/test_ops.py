@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bench.baselines.torch_pipelining import TorchPipelining
 from bench.ours import OurPipeline
 from bench.record import Comparison, interleave, record
 from bench.workloads import language_model
@@ -200,11 +201,17 @@ def pipeline_ratio(**options: object) -> Comparison:
 
 
 def test_main_job() -> None:
-    """The plain step, and the step of one fixed plan, with the operators and without."""
+    """The plain step, and the step of one fixed plan, with the operators and without; the plain step with them over
+    that of torch.distributed.pipelining."""
     plain = pipeline_ratio()
     with OurPipeline(language_model(), freeze=FreezeConfig(max_ratio=0.5), accelerate=False) as planned:
         planned.step_until_planned()
         plan = planned.pipe.plan
     under_plan = pipeline_ratio(freeze=FreezeConfig(plan=plan, ramp_steps=0))
-    print(f"main job: fused / eager {plain}; under one plan {under_plan}")
-    record("fused_main_job", plain=plain, under_one_plan=under_plan)
+    with OurPipeline(language_model()) as fused, TorchPipelining(language_model()) as torch_pipelining:
+        over_torch = interleave(fused.step, torch_pipelining.step, rounds=20)
+    print(
+        f"main job: fused / eager {plain}; under one plan {under_plan}; "
+        f"plain / torch.distributed.pipelining {over_torch}"
+    )
+    record("fused_main_job", plain=plain, under_one_plan=under_plan, plain_over_torch_pipelining=over_torch)
