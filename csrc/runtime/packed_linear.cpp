@@ -134,17 +134,12 @@ class PackedLinear : public DeferredNode {
       if (task_should_compute_output(weight) && !frozen) {
         if (!input.defined()) input = input_.unpack();  // once: checkpointing allows no more
         if (leaves_[i].defined() && accumulates(weight)) {
-<<<<<<< HEAD
           leave({input.detach(), grad}, [leaf = leaves_[i], x = input.detach(), part, transposed = transposed_] {
             if (transposed) {
-              accumulate_product(leaf, as_rows(x).t(), as_rows(part));
+              accumulate_fast_product(leaf, as_rows(x).t(), as_rows(part));
             } else {
-              accumulate_product(leaf, as_rows(part).t(), as_rows(x));
+              accumulate_fast_product(leaf, as_rows(part).t(), as_rows(x));
             }
-=======
-          leave({input.detach(), grad}, [leaf = leaves_[i], x = input.detach(), part] {
-            accumulate_fast_product(leaf, as_rows(part).t(), as_rows(x));
->>>>>>> 3bbfbf4 (Large float32 products by oneDNN on AMD processors with AVX-512)
           });
         } else {
           result[weight] = as_rows(part).t().matmul(as_rows(input));
