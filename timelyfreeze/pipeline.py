@@ -31,13 +31,14 @@ from timelyfreeze.runtime.partition import known_split_points
 from timelyfreeze.runtime.ranks import Closing, Opening, Ranks, ThreadRanks
 from timelyfreeze.runtime.results import StepResult, join_outputs, scale_of, send_input_gradients, step_loss
 from timelyfreeze.runtime.sources import StageSource, own_children, own_device
-from timelyfreeze.schedule import Schedule, merge_backward
+from timelyfreeze.runtime.wrapping import ModelWrapper
+from timelyfreeze.schedule import Schedule
 
 if TYPE_CHECKING:
     from timelyfreeze.planner import Plan
 
 
-class FreezingPipeline(nn.Module):
+class FreezingPipeline(ModelWrapper):
     """Trains a model split over pipeline stages, leaving out weight gradients where the schedule can use the time.
 
     Args:
@@ -121,20 +122,10 @@ class FreezingPipeline(nn.Module):
         if num_stages is None:
             num_ranks = max(2, len(rank_devices)) if ranks is None else ranks.num_ranks
             num_stages = default_num_stages(schedule, stages_per_rank, num_ranks)
-        check_arguments(
-            source.num_children,
-            source.gives_stages,
-            num_stages,
-            num_microbatches,
-            timeout_s,
-            seed,
-            loss_fn,
-            max_pending_bytes,
+        check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, max_pending_bytes)
+        self.schedule = make_schedule(
+            schedule, num_stages, num_microbatches, stages_per_rank, None if freeze is None else freeze.fixed_plan
         )
-        made = make_schedule(schedule, num_stages, num_microbatches, stages_per_rank)
-        fixed = None if freeze is None else freeze.fixed_plan
-        # A plan is of its schedule's very actions.
-        self.schedule = made if fixed is not None and fixed.schedule == made else merge_backward(made)
         self.num_stages = num_stages
         self.num_microbatches = self.schedule.num_microbatches
         self._loss_fn = loss_fn
@@ -145,8 +136,7 @@ class FreezingPipeline(nn.Module):
         self._busy = threading.Lock()  # one step or evaluation at a time
         self._closed = False
         self._ranks: Ranks = ThreadRanks() if ranks is None else ranks
-        explicit = ranks is None and devices is not None
-        fitted = fit_devices(rank_devices, self.schedule.num_ranks, explicit=explicit)
+        fitted = fit_devices(rank_devices, self.schedule.num_ranks, explicit=ranks is None and devices is not None)
         points = known_split_points(split_points, source.num_children, num_stages, source.gives_stages)
         if ranks is None:
             self.model, parts = source.everything()
@@ -375,26 +365,6 @@ class FreezingPipeline(nn.Module):
         self._step_index = int(state["step"])
         if points is not None:
             self._assembly.set_split_points(points)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's own ``state_dict``."""
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the wrapped model's own ``state_dict``."""
-        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The wrapped model's own names."""
-        return self.model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The wrapped model's own names."""
-        return self.model.named_buffers(prefix, recurse, remove_duplicate)
 
     def close(self) -> None:
         """Let the workers go. Calling it twice is harmless."""

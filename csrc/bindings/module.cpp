@@ -109,24 +109,7 @@ void bind_fused(py::module_& m) {
         py::arg("num_kv_heads"), py::arg("offset"), py::call_guard<py::gil_scoped_release>());
 }
 
-}  // namespace
-
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "The runtime of timelyfreeze: programs, stages, workers.";
-  register_random_operators();
-  register_deferred_operators();
-
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
-      .def(py::init(&make_program), py::arg("ranks"), py::arg("edges"))
-      .def_property_readonly("num_actions", &Program::num_actions);
-
-  py::class_<Stage, std::shared_ptr<Stage>>(m, "Stage")
-      .def(py::init<py::object, py::object, std::vector<at::Tensor>>(), py::arg("forward"), py::arg("encode"),
-           py::arg("parameters"));
-
-  bind_request(m);
-  bind_fused(m);
-
+void bind_pipeline(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
       .def(py::init([](const std::string& control, const std::string& up, const std::string& down,
                        const std::string& device) {
@@ -169,7 +152,27 @@ PYBIND11_MODULE(_C, m) {
       .def("commit", &Pipeline::commit, py::arg("factors"))
       .def("abort", &Pipeline::abort)
       .def("close", &Pipeline::close);
+}
 
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The runtime of timelyfreeze: programs, stages, workers.";
+  register_random_operators();
+  register_deferred_operators();
+
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def(py::init(&make_program), py::arg("ranks"), py::arg("edges"))
+      .def_property_readonly("num_actions", &Program::num_actions);
+
+  py::class_<Stage, std::shared_ptr<Stage>>(m, "Stage")
+      .def(py::init<py::object, py::object, std::vector<at::Tensor>>(), py::arg("forward"), py::arg("encode"),
+           py::arg("parameters"));
+
+  bind_request(m);
+  bind_fused(m);
+
+  bind_pipeline(m);
   m.def("keep_large_blocks", &keep_large_blocks);
   m.def("action_rng_state", []() -> std::optional<at::Tensor> {
     const at::Generator generator = action_generator();

@@ -31,12 +31,12 @@ void set_error(const std::exception_ptr& error) {
   } catch (const py::builtin_exception& caught) {
     caught.set_error();
   } catch (const NonFiniteLoss& caught) {
-    PyErr_SetString(
-        PyExc_FloatingPointError,
-        ("the loss of micro-batch " + std::to_string(caught.microbatch) + " is " + std::to_string(caught.loss) +
-         "; the first value that is not finite leaves stage " + std::to_string(caught.first_stage) +
-         ". Lower the learning rate, or pass check_finite=False to go on all the same.")
-            .c_str());
+    PyErr_SetString(PyExc_FloatingPointError,
+                    ("the loss of micro-batch " + std::to_string(caught.microbatch) + " is " +
+                     std::to_string(caught.loss) + "; the first value that is not finite leaves stage " +
+                     std::to_string(caught.first_stage) + (caught.or_below ? " or one below it" : "") +
+                     ". Lower the learning rate, or pass check_finite=False to go on all the same.")
+                        .c_str());
   } catch (const LostRank& caught) {
     const std::string text = "the connection to rank " + std::to_string(caught.rank) + " broke: " + caught.text;
     const py::object lost = py::module_::import("timelyfreeze.errors").attr("TransportError")(text, caught.rank);

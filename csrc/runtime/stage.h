@@ -41,6 +41,7 @@ struct Held {
   std::vector<NodePtr> inputs;      // InputGrads; null where no gradient is wanted
   std::vector<at::Tensor> outputs;  // undefined where no gradient can come
   at::Tensor loss;
+  std::vector<at::Tensor> received;  // of a last stage, from another process: until its loss is known
 };
 
 // A stage's user code and parameters. All its methods are called from one worker at a time.

@@ -20,10 +20,6 @@ namespace py = pybind11;
 namespace timelyfreeze {
 namespace {
 
-bool can_require_grad(const at::Tensor& tensor) {
-  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
-}
-
 void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& grads) {
   try {
     torch::autograd::backward(roots, grads, /*retain_graph=*/false, /*create_graph=*/false);
@@ -138,36 +134,6 @@ void Pipeline::Step::work(int32_t index) {
   }
 }
 
-std::vector<Inbound> Pipeline::Step::inbound() const {
-  std::vector<Inbound> all;
-  if (!pipeline_.own_rank_) return all;
-  for (int32_t rank = 0; rank < request.program->num_ranks(); ++rank) {
-    if (rank == *pipeline_.own_rank_) continue;
-    Inbound from{pipeline_.peers_[static_cast<size_t>(rank)], {}};
-    for (const Instruction& instruction : request.program->rank(rank)) {
-      const auto& readers = instruction.notifies;
-      if (std::find(readers.begin(), readers.end(), *pipeline_.own_rank_) != readers.end())
-        from.ids.push_back(instruction.id);
-    }
-    if (!from.ids.empty()) all.push_back(std::move(from));
-  }
-  return all;
-}
-
-void Pipeline::Step::arrive(Arrival arrival) {
-  const Action& action = request.program->at(arrival.id).action;
-  std::vector<Shipment> shipments;
-  for (at::Tensor& tensor : arrival.packet.tensors) shipments.push_back({std::move(tensor), arrival.arrived});
-  if (action.kind == Kind::forward) {
-    inbox_[slot({action.stage + 1, action.kind, action.microbatch})] = {
-        std::move(shipments), std::move(arrival.packet.requires_grad), pipeline_.spec_of(arrival.packet.spec)};
-  } else {
-    gradients_[slot({action.stage - 1, action.kind, action.microbatch})] = std::move(shipments);
-  }
-  transits_s_[static_cast<size_t>(arrival.id)] = arrival.transit_s;
-  execution.complete(arrival.id);
-}
-
 void Pipeline::Step::fail(std::exception_ptr error) {
   cancel.cancel(std::nullopt, std::move(error));
   execution.wake_all();
@@ -204,27 +170,6 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
   pipeline_.set_running(nullptr);
 }
 
-Value Pipeline::Step::receive(const Action& action, bool record, Held& held) {
-  Message message = std::move(inbox_[slot(action)]);
-  const RankDevice& device = device_of(action.stage);
-  const bool forced = record && forces_input_grad(action);
-  auto& differentiable = pipeline_.differentiable_inputs_[static_cast<size_t>(action.stage)];
-  const auto carried = std::find(message.requires_grad.begin(), message.requires_grad.end(), true);
-  if (carried != message.requires_grad.end()) differentiable = message.requires_grad;
-  const bool known = differentiable.size() == message.tensors.size();
-  Value value{{}, std::move(message.spec)};
-  held.inputs.resize(message.tensors.size());
-  for (size_t i = 0; i < message.tensors.size(); ++i) {
-    at::Tensor tensor = device.receive(message.tensors[i]);
-    const bool force = forced && can_require_grad(tensor) && (!known || differentiable[i]);
-    if (record && (message.requires_grad[i] || force)) {
-      tensor = require_input_grad(tensor, held.inputs[i]);
-    }
-    value.tensors.push_back(std::move(tensor));
-  }
-  return value;
-}
-
 void Pipeline::Step::forward(const Instruction& instruction) {
   const Action& action = instruction.action;
   const Stage& stage = *pipeline_.stages_[static_cast<size_t>(action.stage)];
@@ -241,6 +186,7 @@ void Pipeline::Step::forward(const Instruction& instruction) {
   Value input = receive(action, record, held);
   const py::gil_scoped_acquire gil;
   const bool last = is_last(action);
+  if (last && action.stage > 0 && !pipeline_.is_local(action.stage - 1)) held.received = input.tensors;
   const bool has_target = !request.targets.empty();
   const bool loss_inside = last && has_target && request.loss_fn.is_none();
   const py::object target = last && has_target ? request.targets[static_cast<size_t>(action.microbatch)] : py::none();
@@ -271,50 +217,6 @@ void Pipeline::Step::forward(const Instruction& instruction) {
   if (!record) held = Held();
 }
 
-void Pipeline::Step::send_on(const Instruction& instruction, Value value, const std::string& spec, bool carries_grad,
-                             Held& held) {
-  const Action& action = instruction.action;
-  std::vector<bool> flags;
-  held.outputs.resize(value.tensors.size());
-  for (size_t i = 0; i < value.tensors.size(); ++i) {
-    at::Tensor& tensor = value.tensors[i];
-    flags.push_back(carries_grad && tensor.requires_grad());
-    if (flags.back()) held.outputs[i] = tensor;
-    tensor = tensor.detach();
-  }
-  if (!pipeline_.is_local(action.stage + 1)) {
-    send_away(instruction, action.stage + 1, {std::move(value.tensors), std::move(flags), spec});
-    return;
-  }
-  Message& message = inbox_[slot({action.stage + 1, action.kind, action.microbatch})];
-  message.spec = std::move(value.spec);
-  message.requires_grad = std::move(flags);
-  for (const at::Tensor& tensor : value.tensors) {
-    message.tensors.push_back(device_of(action.stage).send(tensor, device_of(action.stage + 1)));
-  }
-}
-
-void Pipeline::Step::send_grads(const Instruction& instruction, const Held& held) {
-  const Action& action = instruction.action;
-  if (action.stage == 0) return;
-  if (!pipeline_.is_local(action.stage - 1)) {
-    Packet packet;
-    for (size_t i = 0; i < held.inputs.size(); ++i) packet.tensors.push_back(held.input_grad(i));
-    send_away(instruction, action.stage - 1, packet);
-    return;
-  }
-  auto& below = gradients_[slot({action.stage - 1, action.kind, action.microbatch})];
-  for (size_t i = 0; i < held.inputs.size(); ++i) {
-    below.push_back(device_of(action.stage).send(held.input_grad(i), device_of(action.stage - 1)));
-  }
-}
-
-// The receiver waits for a message even where there is nothing to send: it stands for the action's end.
-void Pipeline::Step::send_away(const Instruction& instruction, int32_t stage, const Packet& packet) const {
-  const auto rank = pipeline_.stage_to_rank_[static_cast<size_t>(stage)];
-  pipeline_.transport_->send(pipeline_.peers_[static_cast<size_t>(rank)], instruction.id, packet);
-}
-
 void Pipeline::Step::keep_output(const Action& action, const py::object& output) {
   Value value = pipeline_.stages_.back()->take_apart(output);
   for (at::Tensor& tensor : value.tensors) tensor = tensor.detach();
@@ -337,6 +239,7 @@ void Pipeline::Step::take_loss(const Action& action, const py::object& loss, boo
   const at::Tensor tensor = THPVariable_Unpack(value.ptr());
   result_.losses[m] = tensor.detach();
   if (request.check_finite && tensor.is_cpu()) check_finite(action, tensor);
+  held.received.clear();
   if (!record) return;
   if (!tensor.requires_grad() && request.live.empty()) {
     throw py::value_error(
@@ -353,12 +256,17 @@ void Pipeline::Step::check_finite(const Action& action, const at::Tensor& loss) 
   if (std::isfinite(value)) return;
   const at::NoGradGuard no_grad;
   int32_t first = action.stage;
+  bool or_below = false;
+  for (const at::Tensor& tensor : held_[slot(action)].received) {
+    or_below = or_below || (can_require_grad(tensor) && !at::isfinite(tensor).all().item<bool>());
+  }
+  if (or_below) throw NonFiniteLoss{action.microbatch, action.stage - 1, action.stage > 1, value};
   for (int32_t stage = action.stage - 1; stage >= 0; --stage) {
     for (const at::Tensor& output : held_[slot({stage, Kind::forward, action.microbatch})].outputs) {
       if (can_require_grad(output) && !at::isfinite(output).all().item<bool>()) first = stage;
     }
   }
-  throw NonFiniteLoss{action.microbatch, first, value};
+  throw NonFiniteLoss{action.microbatch, first, false, value};
 }
 
 void Pipeline::Step::check_device_losses() {
@@ -369,7 +277,7 @@ void Pipeline::Step::check_device_losses() {
     if (action.kind != Kind::forward || !is_last(action) || !loss.defined() || loss.is_cpu()) continue;
     const double value = loss.item().toComplexDouble().real();
     if (std::isfinite(value)) continue;
-    cancel.cancel(id, std::make_exception_ptr(NonFiniteLoss{action.microbatch, action.stage, value}));
+    cancel.cancel(id, std::make_exception_ptr(NonFiniteLoss{action.microbatch, action.stage, false, value}));
     return;
   }
 }

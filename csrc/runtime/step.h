@@ -14,8 +14,11 @@ namespace timelyfreeze {
 struct NonFiniteLoss {
   int32_t microbatch;
   int32_t first_stage;
+  bool or_below;  // other processes have the stages below
   double loss;
 };
+
+bool can_require_grad(const at::Tensor& tensor);
 
 // One run of a program over the stages: where the values are, and what each action does.
 class Pipeline::Step : public ActionRunner {

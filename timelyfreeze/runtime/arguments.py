@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.runtime.partition import children_of
-from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank
+from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank, merge_backward
 
 
 def children(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -25,9 +25,24 @@ def children(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return stages
 
 
+class PlanLike(Protocol):
+    """What a plan says of its schedule: ``timelyfreeze.planner.Plan``."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+
+class Children(Protocol):
+    """What there is to make stages of: ``sources.StageSource``."""
+
+    @property
+    def num_children(self) -> int: ...
+    @property
+    def gives_stages(self) -> bool: ...
+
+
 def check_arguments(
-    num_children: int,
-    given_stages: bool,
+    source: Children,
     num_stages: int,
     num_microbatches: int,
     timeout_s: float,
@@ -37,7 +52,8 @@ def check_arguments(
 ) -> None:
     """Raise ValueError with everything that is wrong."""
     problems = []
-    if given_stages and num_stages != num_children:
+    num_children = source.num_children
+    if source.gives_stages and num_stages != num_children:
         problems.append(problem("num_stages", expected=f"{num_children}, as many as the list has", got=num_stages))
     if not 1 <= num_stages <= num_children:
         problems.append(
@@ -66,15 +82,26 @@ def make_schedule(
     num_stages: int,
     num_microbatches: int,
     stages_per_rank: int | None = None,
+    plan: PlanLike | None = None,
 ) -> Schedule:
-    """The schedule that a name, a file or an object stands for, checked against the sizes.
+    """The schedule that a pipeline runs: where a W follows its own I and nobody waits for the latter, they are one.
 
     Args:
+        schedule: a name, a file or an object.
         stages_per_rank: where it is a name; default: the schedule's own.
+        plan: of its schedule's very actions; so a schedule that it fits stays as it is.
 
     Raises:
         ValueError: the counts do not fit each other or the schedule; says which would.
     """
+    made = _find_schedule(schedule, num_stages, num_microbatches, stages_per_rank)
+    return made if plan is not None and plan.schedule == made else merge_backward(made)
+
+
+def _find_schedule(
+    schedule: str | PathLike[str] | Schedule, num_stages: int, num_microbatches: int, stages_per_rank: int | None
+) -> Schedule:
+    """What the name, the file or the object stands for, checked against the sizes."""
     if isinstance(schedule, Schedule):
         made = schedule
     elif str(schedule).endswith(".csv"):

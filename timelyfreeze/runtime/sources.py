@@ -44,7 +44,11 @@ class StageSource:
         self.model = model
         self._init_fn = init_fn
         self._children = [] if model is None else children(model)
-        self.gives_stages = not isinstance(model, nn.Module)
+
+    @property
+    def gives_stages(self) -> bool:
+        """Whether the children are the stages, one each."""
+        return not isinstance(self.model, nn.Module)
 
     @property
     def num_children(self) -> int:
