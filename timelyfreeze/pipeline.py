@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from timelyfreeze.acceleration.switch import AccelerationSwitch
-from timelyfreeze.distributed.ranks import make_ranks
+from timelyfreeze.distributed.ranks import ProcessRanks, make_ranks
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.freeze.groups import check_patterns
@@ -144,11 +144,6 @@ class FreezingPipeline(ModelWrapper):
             points = points or source.points_by_size(num_stages, self.schedule.stage_to_rank)
             own = ranks.join(self.schedule, points, seed, fitted[0])
             self.model, parts = source.part(own_children(points, source.num_children, own))
-        self._freezing = None
-        if freeze is not None:
-            self._freezing = FreezeSession(
-                freeze, self.schedule, seed, None if ranks is None else ranks.planner(freeze)
-            )
         self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
         self._assembly = StageAssembly(
             None if ranks is not None or stages is not None else self.model,
@@ -164,9 +159,13 @@ class FreezingPipeline(ModelWrapper):
         )
         if ranks is not None:
             ranks.tie(source.tied_names() if tied is None else tied, self.model)
-        if freeze is not None:
-            names = self._ranks.gather([name for name, _ in self.named_parameters()])
-            check_patterns(freeze.options, [name for own_names in names for name in own_names])
+        self._freezing = None if freeze is None else self._begin_freezing(freeze, ranks)
+
+    def _begin_freezing(self, freeze: FreezeConfig, ranks: ProcessRanks | None) -> FreezeSession:
+        names = self._ranks.gather([name for name, _ in self.named_parameters()])
+        check_patterns(freeze.options, [name for own_names in names for name in own_names])
+        planner = None if ranks is None else ranks.planner(freeze)
+        return FreezeSession(freeze, self.schedule, self._seed, planner)
 
     # --- training ---------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def split_batch(
     # Every tensor is cut once, into all its slices; a slice then only picks its own. With 64 micro-batches of next to
     # no work, cutting anew for each slice took a third of the step.
     pieces = _rebuild(whole, lambda leaf: _cut(leaf, slice_sizes))
-    if not kwargs and all(isinstance(piece, _Pieces) for piece in (*pieces[0], pieces[2])):  # nothing is nested
+    if args and not kwargs and all(isinstance(piece, _Pieces) for piece in (*pieces[0], pieces[2])):  # nothing nested
         columns = zip(*(piece.slices for piece in pieces[0]), strict=True)
         return [
             Microbatch(own, {}, label, size)

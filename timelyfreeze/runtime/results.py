@@ -75,7 +75,8 @@ def step_loss(done: EngineStep) -> StepLoss:
 def send_input_gradients(done: EngineStep, scale: float) -> None:
     """Pass on the gradients of inputs that require them, times ``scale``, to whatever made them."""
     roots, grads = [], []
-    for one, received in zip(done.microbatches, done.report.input_grads, strict=True):
+    # A process with neither end of the model has no micro-batches.
+    for one, received in zip(done.microbatches, done.report.input_grads, strict=bool(done.microbatches)):
         tensors = encode_call(one.args, one.kwargs)[0] if received else []
         for tensor, grad in zip(tensors, received, strict=False):
             if grad is not None and tensor.requires_grad:

@@ -1,0 +1,67 @@
+"""The same pipeline over processes: the same bits as in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests import parity_ranks
+from tests.processes import results, run_ranks
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "zb_h1": 1,
+    "looped_bfs": 2,
+    "interleaved_1f1b": 2,
+    "interleaved_zb": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+
+
+def cases_of(ranks):
+    """Every schedule, with and without freezing, and numbers of micro-batches that do not fit the ranks."""
+    return [
+        {
+            "schedule": schedule,
+            "stages_per_rank": per_rank,
+            "ranks": ranks,
+            "microbatches": microbatches,
+            "mode": mode,
+        }
+        for index, (schedule, per_rank) in enumerate(SCHEDULES.items())
+        for mode, microbatches in ((None, 3), ("cut" if index % 2 else "lp", 4))
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_processes_give_the_bits_of_threads(ranks):
+    cases = cases_of(ranks)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = [parity_ranks.train(case, None) for case in cases]
+    finally:
+        torch.set_num_threads(threads)
+    every = results(run_ranks("tests.parity_ranks:run_cases", ranks, timeout_s=240, args={"cases": cases}))
+    for index, (case, reference) in enumerate(zip(cases, expected, strict=True)):
+        state = {}
+        for rank, found in enumerate(one[index] for one in every):
+            alike = {key: value for key, value in found.items() if key != "state"}
+            assert alike == {key: value for key, value in reference.items() if key != "state"}, (rank, case)
+            assert not set(found["state"]) & set(state)
+            state |= found["state"]
+        assert state == reference["state"], case
+        assert (max(reference["ratios"]) > 0) == (case["mode"] is not None)
+        assert all(map(math.isfinite, reference["losses"]))
+
+
+def test_values_of_all_kinds_and_shapes_cross_processes():
+    rounds = 40
+    every = results(run_ranks("tests.parity_ranks:layouts", 2, timeout_s=120, args={"seed": 1, "rounds": rounds}))
+    assert every[0] == every[1]
+    assert max(abs(loss) for loss in every[0][:rounds]) > 0
+    assert all(gradient != 0 for gradient in every[0][rounds:])
