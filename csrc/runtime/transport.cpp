@@ -1,38 +1,37 @@
 #include "runtime/transport.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <array>
+#include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <mutex>
+#include <deque>
+#include <limits>
 #include <thread>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <unordered_map>
-#include <unordered_set>
 
+#include "runtime/connections.h"
 #include "runtime/layout.h"
 #include "runtime/worker_group.h"
 
 namespace timelyfreeze {
 namespace {
 
-using Work = c10::intrusive_ptr<c10d::Work>;
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
 constexpr int kWordTag = 1;
 constexpr int kHeaderTag = 2;
-constexpr int kTensorTag = 3;
-constexpr int kTextTag = 4;
-constexpr int kClockTag = 5;
-// A text of up to this length goes in one message, a longer one in two.
-constexpr int64_t kFrameBytes = 4096;
+constexpr int kClockTag = 4;
+constexpr int kTensorTag = 5;  // and the layout's index: see Incoming::early
 // Layouts that two ranks remember of each other; then they begin anew.
 constexpr size_t kMaxLayouts = 4096;
 constexpr int kClockRounds = 8;
+// Messages for which receives are posted before they come. While a processor is busy computing, a send that finds its
+// receive posted is written at once; else a thread of the library has to get hold of the processor first, which took
+// 2 to 5 ms on 2 busy cores.
+constexpr size_t kAhead = 2;
+// After so many wrong guesses at a peer's layouts there are no more.
+constexpr int kMaxMisses = 16;
 
 struct Word {
   int64_t id;
@@ -44,31 +43,30 @@ constexpr int64_t kWordLength = sizeof(Word) / sizeof(int64_t);
 
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-at::Tensor bytes_of(const std::string& text, int64_t length) {
-  at::Tensor bytes = at::empty({length}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  return bytes;
-}
-
-std::string text_of(const at::Tensor& bytes, int64_t begin, int64_t length) {
-  return {reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>()) + begin, static_cast<size_t>(length)};
-}
-
 }  // namespace
 
-struct Transport::Impl {
+struct Transport::Impl : Connections {
   // What two ranks have told each other of the packets that one sends the other.
   struct Outgoing {
     std::unordered_map<std::string, int64_t> layouts;
+    int64_t next = 0;  // a layout's number never comes again: receives that were posted for it may still wait
+  };
+  // Receives of a packet's tensors.
+  struct Posted {
+    std::vector<at::Tensor> tensors;
+    std::vector<Work> works;
   };
   struct Incoming {
-    std::vector<Layout> layouts;
+    std::unordered_map<int64_t, Layout> layouts;
+    std::unordered_map<ActionId, int64_t> last;  // the layout that each action's packet had last
+    // Receives that were posted on a guess. Each layout has a tag of its own, so a wrong guess waits for the next
+    // packet that looks like it.
+    std::unordered_map<int64_t, std::deque<Posted>> early;
+    int misses = 0;
   };
 
   Impl(const std::string& control_name, const std::string& up_name, const std::string& down_name, c10::Device on)
-      : control(c10d::resolve_process_group(control_name)),
-        up(c10d::resolve_process_group(up_name)),
-        down(c10d::resolve_process_group(down_name)),
+      : Connections(control_name, up_name, down_name),
         device(on),
         outgoing(static_cast<size_t>(control->getSize())),
         incoming(outgoing.size()),
@@ -76,118 +74,113 @@ struct Transport::Impl {
     if (!device.is_cpu()) arrivals = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
   }
 
-  Work post_send(const Group& group, const at::Tensor& tensor, int32_t peer, int tag) {
-    return guarded(peer, [&] {
-      std::vector<at::Tensor> tensors{tensor};
-      return group->send(tensors, peer, tag);
-    });
-  }
-
-  Work post_receive(const Group& group, const at::Tensor& tensor, int32_t peer, int tag) {
-    return guarded(peer, [&] {
-      std::vector<at::Tensor> tensors{tensor};
-      return group->recv(tensors, peer, tag);
-    });
-  }
-
-  // What breaks inside is the connection to the peer, whatever the library calls it.
-  template <typename Function>
-  auto guarded(int32_t peer, const Function& function) -> decltype(function()) {
-    if (is_cancelled()) throw TransportCancelled();
-    try {
-      return function();
-    } catch (const c10::Error& error) {
-      throw_lost(peer, error.what_without_backtrace());
-    } catch (const std::exception& error) {
-      throw_lost(peer, error.what());
-    }
-  }
-
-  [[noreturn]] void throw_lost(int32_t peer, const char* text) {
-    if (is_cancelled()) throw TransportCancelled();
-    throw LostRank{peer, text};
-  }
-
-  // On an accelerator the current stream waits, otherwise the thread.
-  void wait(const Work& work, int32_t peer) {
-    {
-      const std::lock_guard lock(mutex);
-      if (cancelled) throw TransportCancelled();
-      waited_for.insert(work.get());
-    }
-    bool done = false;
-    std::exception_ptr error;
-    try {
-      done = guarded(peer, [&] { return work->wait(); });
-    } catch (...) {
-      error = std::current_exception();
-    }
-    {
-      const std::lock_guard lock(mutex);
-      waited_for.erase(work.get());
-    }
-    if (error) std::rethrow_exception(error);
-    if (!done) throw_lost(peer, "the connection was given up");
-  }
-
-  bool is_cancelled() {
-    const std::lock_guard lock(mutex);
-    return cancelled;
-  }
-
-  void send_small(const at::Tensor& tensor, int32_t peer, int tag) {
-    keep(post_send(control, tensor, peer, tag), peer);
-  }
-
-  void receive_small(const at::Tensor& tensor, int32_t peer, int tag) {
-    wait(post_receive(control, tensor, peer, tag), peer);
-  }
-
-  // Until `flush`: a send that is forgotten would be taken back.
-  void keep(Work work, int32_t peer) {
-    const std::lock_guard lock(mutex);
-    sent.emplace_back(std::move(work), peer);
-  }
-
-  void send_text(const std::string& text, int32_t peer) {
-    const auto size = static_cast<int64_t>(text.size());
-    std::string frame(reinterpret_cast<const char*>(&size), sizeof size);
-    const auto room = static_cast<size_t>(kFrameBytes) - frame.size();
-    frame += text.substr(0, room);
-    send_small(bytes_of(frame, kFrameBytes), peer, kTextTag);
-    if (text.size() > room) send_small(bytes_of(text.substr(room), size - static_cast<int64_t>(room)), peer, kTextTag);
-  }
-
-  std::string receive_text(int32_t peer) {
-    const at::Tensor frame = at::empty({kFrameBytes}, at::kByte);
-    receive_small(frame, peer, kTextTag);
-    int64_t size = 0;
-    std::memcpy(&size, frame.const_data_ptr(), sizeof size);
-    constexpr auto kHead = static_cast<int64_t>(sizeof size);
-    std::string text = text_of(frame, kHead, std::min(size, kFrameBytes - kHead));
-    const int64_t rest = size - static_cast<int64_t>(text.size());
-    if (rest > 0) {
-      const at::Tensor bytes = at::empty({rest}, at::kByte);
-      receive_small(bytes, peer, kTextTag);
-      text += text_of(bytes, 0, rest);
-    }
-    return text;
-  }
-
   const Layout& receive_layout(const Word& word, int32_t peer) {
-    auto& layouts = incoming[static_cast<size_t>(peer)].layouts;
+    auto& [layouts, last, early, misses] = incoming[static_cast<size_t>(peer)];
     if (word.header_bytes > 0) {
       const at::Tensor header = at::empty({word.header_bytes}, at::kByte);
       receive_small(header, peer, kHeaderTag);
-      if (word.layout == 0) layouts.clear();
-      layouts.push_back(Layout::from_text(text_of(header, 0, word.header_bytes)));
+      if (layouts.size() >= kMaxLayouts) {  // the sender has begun anew, too
+        layouts.clear();
+        last.clear();
+      }
+      layouts.emplace(word.layout, Layout::from_text(text_of(header, 0, word.header_bytes)));
     }
-    return layouts.at(static_cast<size_t>(word.layout));
+    return layouts.at(word.layout);
   }
 
-  const Group control;
-  const Group up;
-  const Group down;
+  // A receive of a word, and what was guessed of the packet that it announces; -1: nothing.
+  struct Ahead {
+    at::Tensor word;
+    Work work;
+    int64_t guess;
+  };
+
+  Ahead post_word(int32_t peer, int64_t guess) {
+    at::Tensor word = at::empty({kWordLength}, at::kLong);
+    Work work = post_receive(control, word, peer, kWordTag);
+    return {std::move(word), std::move(work), guess};
+  }
+
+  // Guesses only where tensors come over the control group: elsewhere a receive occupies a device until it is matched.
+  int64_t guess_layout(int32_t peer, ActionId id) const {
+    const Incoming& from = incoming[static_cast<size_t>(peer)];
+    const auto known = from.last.find(id);
+    return up.get() != control.get() || from.misses > kMaxMisses || known == from.last.end() ? -1 : known->second;
+  }
+
+  Posted post_tensors(int32_t peer, int64_t layout) {
+    const Group& group = peer < control->getRank() ? up : down;
+    Posted posted;
+    for (const Layout::Entry& entry : incoming[static_cast<size_t>(peer)].layouts.at(layout).entries) {
+      at::Tensor& tensor = posted.tensors.emplace_back();
+      if (!entry.defined) continue;
+      tensor = make_empty(entry, device);
+      if (tensor.numel() > 0)
+        posted.works.push_back(post_receive(group, as_row(tensor), peer, kTensorTag + static_cast<int>(layout)));
+    }
+    return posted;
+  }
+
+  Arrival take(int32_t peer, const Ahead& ahead) {
+    wait(ahead.work, peer);
+    Word word{};
+    std::memcpy(&word, ahead.word.const_data_ptr(), sizeof word);
+    Incoming& from = incoming[static_cast<size_t>(peer)];
+    const Layout& layout = receive_layout(word, peer);
+    if (ahead.guess >= 0 && ahead.guess != word.layout) ++from.misses;
+    from.last[static_cast<ActionId>(word.id)] = word.layout;
+    Arrival arrival;
+    arrival.id = static_cast<ActionId>(word.id);
+    arrival.packet.spec = layout.spec;
+    if (layout.has_flags) {
+      for (const Layout::Entry& entry : layout.entries) arrival.packet.requires_grad.push_back(entry.requires_grad);
+    }
+    const c10::OptionalStreamGuard stream(arrivals);
+    auto& early = from.early[word.layout];
+    Posted posted;
+    if (early.empty()) {
+      posted = post_tensors(peer, word.layout);
+    } else {
+      posted = std::move(early.front());
+      early.pop_front();
+    }
+    for (const Work& work : posted.works) wait(work, peer);
+    arrival.packet.tensors = std::move(posted.tensors);
+    if (arrivals) {
+      arrival.arrived = std::make_shared<c10::Event>(device.type());
+      arrival.arrived->record(*arrivals);
+    }
+    arrival.transit_s = now_s() + clock_offset_s - static_cast<double>(word.sent_at_ns) * 1e-9;
+    return arrival;
+  }
+
+  // Words of the packets to come, and, where it can be guessed, their tensors.
+  void look_ahead(int32_t peer, const std::vector<ActionId>& ids, size_t next, std::deque<Ahead>& ahead) {
+    while (ahead.size() < kAhead && next + ahead.size() < ids.size()) {
+      const int64_t guess = guess_layout(peer, ids[next + ahead.size()]);
+      ahead.push_back(post_word(peer, guess));
+      if (guess < 0) continue;
+      const auto alike = std::count_if(ahead.begin(), ahead.end(), [&](const Ahead& a) { return a.guess == guess; });
+      auto& early = incoming[static_cast<size_t>(peer)].early[guess];
+      if (early.size() < static_cast<size_t>(alike)) early.push_back(post_tensors(peer, guess));
+    }
+  }
+
+  void receive_all(const Inbound& inbound, const OnArrival& on_arrival) {
+    const at::NoGradGuard no_grad;
+    std::deque<Ahead> ahead;
+    for (size_t i = 0; i < inbound.ids.size(); ++i) {
+      look_ahead(inbound.peer, inbound.ids, i, ahead);
+      Arrival arrival = take(inbound.peer, ahead.front());
+      ahead.pop_front();
+      if (arrival.id != inbound.ids[i]) {
+        throw LostRank{inbound.peer, "it sent another action's data: the ranks do not run the same program"};
+      }
+      look_ahead(inbound.peer, inbound.ids, i + 1, ahead);
+      on_arrival(inbound.peer, std::move(arrival));
+    }
+  }
+
   const c10::Device device;
   std::optional<c10::Stream> arrivals;  // what is received runs here
   double clock_offset_s = 0.0;
@@ -195,11 +188,6 @@ struct Transport::Impl {
   std::vector<Incoming> incoming;  // a peer
   WorkerGroup receivers;
   std::vector<std::thread> threads;
-
-  std::mutex mutex;
-  bool cancelled = false;
-  std::unordered_set<c10d::Work*> waited_for;
-  std::vector<std::pair<Work, int32_t>> sent;
 };
 
 Transport::Transport(const std::string& control, const std::string& up, const std::string& down, c10::Device device)
@@ -246,9 +234,10 @@ void Transport::send(int32_t peer, ActionId id, const Packet& packet) {
   const at::NoGradGuard no_grad;
   Packet ready = packet;
   const std::string text = lay_out(ready).to_text();
-  auto& layouts = impl_->outgoing[static_cast<size_t>(peer)].layouts;
-  if (layouts.size() >= kMaxLayouts) layouts.clear();
-  const auto [known, is_new] = layouts.try_emplace(text, static_cast<int64_t>(layouts.size()));
+  auto& [layouts, next] = impl_->outgoing[static_cast<size_t>(peer)];
+  if (layouts.size() >= kMaxLayouts && layouts.count(text) == 0) layouts.clear();
+  const auto [known, is_new] = layouts.try_emplace(text, next);
+  next += is_new ? 1 : 0;
   const at::Tensor bytes = at::empty({kWordLength}, at::kLong);
   const Word word{id, known->second, is_new ? static_cast<int64_t>(text.size()) : 0,
                   static_cast<int64_t>((now_s() + impl_->clock_offset_s) * 1e9)};
@@ -257,7 +246,7 @@ void Transport::send(int32_t peer, ActionId id, const Packet& packet) {
   // Tensors first where they wait for a stream: the word tells the receiver that they are posted.
   for (const at::Tensor& tensor : ready.tensors) {
     if (tensor.defined() && tensor.numel() > 0)
-      impl_->keep(impl_->post_send(group, as_row(tensor), peer, kTensorTag), peer);
+      impl_->keep(impl_->post_send(group, as_row(tensor), peer, kTensorTag + static_cast<int>(word.layout)), peer);
   }
   impl_->send_small(bytes, peer, kWordTag);
   if (is_new) impl_->send_small(bytes_of(text, word.header_bytes), peer, kHeaderTag);
@@ -265,44 +254,10 @@ void Transport::send(int32_t peer, ActionId id, const Packet& packet) {
 
 Arrival Transport::receive(int32_t peer) {
   const at::NoGradGuard no_grad;
-  const at::Tensor bytes = at::empty({kWordLength}, at::kLong);
-  impl_->receive_small(bytes, peer, kWordTag);
-  Word word{};
-  std::memcpy(&word, bytes.const_data_ptr(), sizeof word);
-  const Layout& layout = impl_->receive_layout(word, peer);
-  Arrival arrival;
-  arrival.id = static_cast<ActionId>(word.id);
-  arrival.packet.spec = layout.spec;
-  const Group& group = peer < rank() ? impl_->up : impl_->down;
-  const c10::OptionalStreamGuard stream(impl_->arrivals);
-  std::vector<Work> works;
-  for (const Layout::Entry& entry : layout.entries) {
-    if (layout.has_flags) arrival.packet.requires_grad.push_back(entry.requires_grad);
-    at::Tensor& tensor = arrival.packet.tensors.emplace_back();
-    if (!entry.defined) continue;
-    tensor = make_empty(entry, impl_->device);
-    if (tensor.numel() > 0) works.push_back(impl_->post_receive(group, as_row(tensor), peer, kTensorTag));
-  }
-  for (const Work& work : works) impl_->wait(work, peer);
-  if (impl_->arrivals) {
-    arrival.arrived = std::make_shared<c10::Event>(impl_->device.type());
-    arrival.arrived->record(*impl_->arrivals);
-  }
-  arrival.transit_s = now_s() + impl_->clock_offset_s - static_cast<double>(word.sent_at_ns) * 1e-9;
-  return arrival;
+  return impl_->take(peer, impl_->post_word(peer, -1));
 }
 
-void Transport::flush() {
-  for (;;) {
-    std::vector<std::pair<Work, int32_t>> sent;
-    {
-      const std::lock_guard lock(impl_->mutex);
-      sent.swap(impl_->sent);
-    }
-    if (sent.empty()) return;
-    for (const auto& [work, peer] : sent) impl_->wait(work, peer);
-  }
-}
+void Transport::flush() { impl_->flush(); }
 
 void Transport::start_receiving(const std::vector<Inbound>& inbound, const OnArrival& on_arrival,
                                 const OnError& on_error) {
@@ -312,15 +267,8 @@ void Transport::start_receiving(const std::vector<Inbound>& inbound, const OnArr
   }
   if (inbound.empty()) return;
   const auto receive_all = [this, inbound, on_arrival, on_error](int32_t index) {
-    const Inbound& own = inbound[static_cast<size_t>(index)];
     try {
-      for (size_t i = 0; i < own.ids.size(); ++i) {
-        Arrival arrival = receive(own.peer);
-        if (arrival.id != own.ids[i]) {
-          throw LostRank{own.peer, "it sent another action's data: the ranks do not run the same program"};
-        }
-        on_arrival(own.peer, std::move(arrival));
-      }
+      impl_->receive_all(inbound[static_cast<size_t>(index)], on_arrival);
     } catch (...) {
       on_error(std::current_exception());
     }
@@ -364,11 +312,6 @@ std::vector<std::string> Transport::exchange(const std::string& own) {
   return all;
 }
 
-void Transport::cancel() {
-  std::vector<std::pair<Work, int32_t>> sent;
-  const std::lock_guard lock(impl_->mutex);
-  impl_->cancelled = true;
-  for (c10d::Work* work : impl_->waited_for) work->abort();
-}
+void Transport::cancel() { impl_->cancel(); }
 
 }  // namespace timelyfreeze
