@@ -1,4 +1,4 @@
-"""Ranks as processes that live until they are closed; they sleep between steps, so that other runs may come in between."""
+"""Ranks as processes that live until they are closed; they sleep between steps, so that others may run."""
 
 from __future__ import annotations
 

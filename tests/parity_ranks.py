@@ -119,6 +119,37 @@ def run_cases(rank: int, num_ranks: int, cases: list[dict[str, Any]]) -> list[di
     return done
 
 
+def plan_for_themselves(rank: int, num_ranks: int, steps: int) -> dict[str, Any]:
+    """What a rank knows after it has measured, planned and trained with the others."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(5)
+    freeze = FreezeConfig(max_ratio=0.5, warmup_steps=1, measure_steps=3, ramp_steps=2)
+    with FreezingPipeline(
+        stages=make_stages(num_ranks),
+        num_microbatches=4,
+        loss_fn=nn.functional.mse_loss,
+        process_group=dist.group.WORLD,
+        freeze=freeze,
+        timeout_s=60.0,
+    ) as pipe:
+        ratios = []
+        for _ in range(steps):
+            result = pipe.step(torch.ones(8, WIDTH), target=torch.zeros(8, 1))
+            ratios.append((result.phase, result.freeze_ratio, result.loss.item()))
+        assert pipe.plan is not None
+        found = {
+            "ratios": ratios,
+            "plan": pipe.plan.to_json(),
+            "report": pipe.report(),
+            "state": pipe.freeze_state_dict(),
+        }
+        used = {str(a): time_s for a, time_s in result.times.durations_s.items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return {**found, "times": used}
+
+
 def layouts(rank: int, num_ranks: int, seed: int, rounds: int) -> list[float]:
     """Values of random kinds and shapes between two stages, another one in each step."""
     torch.set_num_threads(1)

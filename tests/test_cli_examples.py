@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,17 @@ def test_same_gradients_learn_as_much(capsys: pytest.CaptureFixture[str]) -> Non
     assert max(plain, larger) < 0.8 * 0.34  # the variance of what is to be learned
     assert larger == pytest.approx(plain, rel=0.1)
     assert "of which every parameter trains on 4" in capsys.readouterr().out
+
+
+def test_many_processes_print_what_one_prints() -> None:
+    script = str(EXAMPLES / "many_processes.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    one, many = (
+        subprocess.run([sys.executable, *how, script], check=True, capture_output=True, text=True, timeout=120).stdout
+        for how in ([], torchrun)
+    )
+    assert one == many
+    assert one.count("loss") == 5
 
 
 def test_every_example_is_run_here() -> None:

@@ -59,6 +59,17 @@ def test_processes_give_the_bits_of_threads(ranks):
         assert all(map(math.isfinite, reference["losses"]))
 
 
+def test_ranks_measure_together_and_go_over_to_one_plan_at_the_same_step():
+    first, *others = results(run_ranks("tests.parity_ranks:plan_for_themselves", 3, timeout_s=120, args={"steps": 40}))
+    assert others == [first, first]
+    assert first["ratios"][-1][0] == "steady"
+    assert 0 < first["ratios"][-1][1] <= 0.5
+    transfers = first["plan"]["costs"]["transfer_s"]
+    assert sorted(transfers) == ["0>1", "1>0", "1>2", "2>1"]
+    assert all(0 < seconds < 1 for seconds in transfers.values())
+    assert all(seconds > 0 for action, seconds in first["times"].items() if "F" in action)
+
+
 def test_values_of_all_kinds_and_shapes_cross_processes():
     rounds = 40
     every = results(run_ranks("tests.parity_ranks:layouts", 2, timeout_s=120, args={"seed": 1, "rounds": rounds}))

@@ -112,14 +112,8 @@ class StageSource:
         if self._init_fn is not None:
             target.apply(self._init_fn)
             return child
-        faults = []
-        for name, module in target.named_modules():
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if callable(reset):
-                reset()
-            elif own:
-                faults.append(f"{name or 'itself'} ({type(module).__name__})")
+        faults: list[str] = []
+        _reset(target, "", faults)
         if faults:
             raise ValueError(
                 problem(
@@ -130,6 +124,17 @@ class StageSource:
                 )
             )
         return child
+
+
+def _reset(module: nn.Module, name: str, faults: list[str]) -> None:
+    """Draw the parameters as ``__init__`` did: children were made, and have drawn theirs, before their parent did."""
+    for child_name, child in module.named_children():
+        _reset(child, f"{name}.{child_name}" if name else child_name, faults)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+    elif any(True for _ in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))):
+        faults.append(f"{name or 'itself'} ({type(module).__name__})")
 
 
 def _put(root: nn.Module, name: str, module: nn.Module) -> None:
