@@ -78,7 +78,7 @@ def train(case: dict[str, Any], group: Any) -> dict[str, Any]:
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     batches = torch.Generator().manual_seed(7)
-    losses, ratios = [], []
+    losses, ratios, outputs = [], [], []
     with pipe:
         for step in range(STEPS):
             # The last batch is smaller than the schedule, and another shape: some ranks learn that from others.
@@ -87,9 +87,10 @@ def train(case: dict[str, Any], group: Any) -> dict[str, Any]:
             y = torch.randn(size, 1, generator=batches)
             first, last = pipe._ranks.ends
             given = {"target": y} if last else {}
-            result = pipe.step(*([x] if first else []), **given)
+            result = pipe.step(*([x] if first else []), **given, return_outputs="all" if step % 2 else False)
             losses.append(result.loss.item())
             ratios.append(result.freeze_ratio)
+            outputs.append(None if result.outputs is None else [digest(output) for output in result.outputs])
             optimizer.step()
             optimizer.zero_grad()
         loss = pipe.evaluate(x, target=y).item()
@@ -97,6 +98,7 @@ def train(case: dict[str, Any], group: Any) -> dict[str, Any]:
         return {
             "losses": losses,
             "ratios": ratios,
+            "outputs": outputs,
             "evaluated": loss,
             "output": digest(output),
             "skipped": sorted(map(str, result.times.skipped)),
