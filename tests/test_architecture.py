@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "asynchronous": BASE | {"_C", "ops", "schedule", "runtime"},
     "pipeline": BASE
     | {"_C", "acceleration", "schedule", "cost", "planner", "ops", "runtime", "freeze", "distributed", "asynchronous"},
+    "compat": BASE | {"schedule", "runtime", "freeze", "pipeline"},
     "cli": BASE
     | {"acceleration", "schedule", "cost", "planner", "viz", "freeze", "runtime", "pipeline"}
     | set(timelyfreeze.__all__),
