@@ -45,6 +45,8 @@ Pipeline::Pipeline(std::vector<std::shared_ptr<Stage>> stages, const std::vector
 }
 
 void Pipeline::connect(std::shared_ptr<Transport> transport, std::vector<int32_t> peers) {
+  // User code that was given up on still has the old transport, and would send on the new one when it comes back.
+  settle();
   transport_ = std::move(transport);
   peers_ = std::move(peers);
 }

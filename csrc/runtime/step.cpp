@@ -147,7 +147,11 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
                                static_cast<uint64_t>(action.kind), static_cast<uint64_t>(action.microbatch)),
                       device.device());
   const auto id = static_cast<size_t>(instruction.id);
-  pipeline_.set_running(&action);
+  struct Mark {  // also where the action throws
+    explicit Mark(Pipeline& of, const Action& now) : pipeline(of) { pipeline.set_running(&now); }
+    ~Mark() { pipeline.set_running(nullptr); }
+    Pipeline& pipeline;
+  } const mark(pipeline_, action);
   if (device.is_accelerator()) started_[id] = device.mark();
   if (action.kind != Kind::forward && recorded_[slot(action)] == 0) {
     // Below the micro-batch's cut there is no graph. A gradient may have been sent all the same, to be timed.
@@ -167,7 +171,6 @@ void Pipeline::Step::run(int32_t rank, const Instruction& instruction) {
     }
   }
   if (device.is_accelerator()) ended_[id] = device.mark();
-  pipeline_.set_running(nullptr);
 }
 
 void Pipeline::Step::forward(const Instruction& instruction) {
