@@ -16,7 +16,7 @@ from torch import nn
 
 from timelyfreeze import _C
 from timelyfreeze.compiled import is_compiled
-from timelyfreeze.errors import StageError, problem
+from timelyfreeze.errors import StageError, TransportError, problem
 from timelyfreeze.runtime.microbatch import Microbatch
 from timelyfreeze.runtime.rng import follow_action_generator
 from timelyfreeze.runtime.ties import TiedParameters
@@ -313,7 +313,7 @@ class Engine:
     def _raise(self, report: _C.StepReport, compiled: _Compiled, step: int) -> None:
         error = report.error
         assert error is not None
-        if report.failed is None:
+        if report.failed is None or isinstance(error, TransportError):
             raise error
         action = compiled.actions[report.failed]
         rank = self.schedule.stage_to_rank[action.stage]
