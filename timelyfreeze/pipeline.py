@@ -114,52 +114,53 @@ class FreezingPipeline(ModelWrapper):
         accelerate: bool = True,
     ) -> None:
         super().__init__()
-        source = StageSource(model, stages, init_fn)
         ranks = make_ranks(process_group, mesh, timeout_s)
-        rank_devices = default_devices(devices) if ranks is None else own_device(devices)
-        if num_stages is None and source.gives_stages:
-            num_stages = source.num_children
-        if num_stages is None:
-            num_ranks = max(2, len(rank_devices)) if ranks is None else ranks.num_ranks
-            num_stages = default_num_stages(schedule, stages_per_rank, num_ranks)
-        check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, max_pending_bytes)
-        self.schedule = make_schedule(
-            schedule, num_stages, num_microbatches, stages_per_rank, None if freeze is None else freeze.fixed_plan
-        )
-        self.num_stages = num_stages
-        self.num_microbatches = self.schedule.num_microbatches
-        self._loss_fn = loss_fn
-        self._seed = seed
-        self._timeout_s = timeout_s
-        self._check_finite = check_finite
-        self._step_index = 0
-        self._busy = threading.Lock()  # one step or evaluation at a time
-        self._closed = False
         self._ranks: Ranks = ThreadRanks() if ranks is None else ranks
-        fitted = fit_devices(rank_devices, self.schedule.num_ranks, explicit=ranks is None and devices is not None)
-        points = known_split_points(split_points, source.num_children, num_stages, source.gives_stages)
-        if ranks is None:
-            self.model, parts = source.everything()
-        else:
-            points = points or source.points_by_size(num_stages, self.schedule.stage_to_rank)
-            own = ranks.join(self.schedule, points, seed, fitted[0])
-            self.model, parts = source.part(own_children(points, source.num_children, own))
-        self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
-        self._assembly = StageAssembly(
-            None if ranks is not None or stages is not None else self.model,
-            parts,
-            schedule=self.schedule,
-            devices=fitted,
-            loss_fn=loss_fn,
-            split_points=points,
-            acceleration=self._acceleration,
-            on_engine=self._ranks.connect,
-            max_pending_bytes=max_pending_bytes,
-            own_rank=self._ranks.own_rank,
-        )
-        if ranks is not None:
-            ranks.tie(source.tied_names() if tied is None else tied, self.model)
-        self._freezing = None if freeze is None else self._begin_freezing(freeze, ranks)
+        with self._ranks.making():
+            source = StageSource(model, stages, init_fn)
+            rank_devices = default_devices(devices) if ranks is None else own_device(devices)
+            if num_stages is None and source.gives_stages:
+                num_stages = source.num_children
+            if num_stages is None:
+                num_ranks = max(2, len(rank_devices)) if ranks is None else ranks.num_ranks
+                num_stages = default_num_stages(schedule, stages_per_rank, num_ranks)
+            check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, max_pending_bytes)
+            self.schedule = make_schedule(
+                schedule, num_stages, num_microbatches, stages_per_rank, None if freeze is None else freeze.fixed_plan
+            )
+            self.num_stages = num_stages
+            self.num_microbatches = self.schedule.num_microbatches
+            self._loss_fn = loss_fn
+            self._seed = seed
+            self._timeout_s = timeout_s
+            self._check_finite = check_finite
+            self._step_index = 0
+            self._busy = threading.Lock()  # one step or evaluation at a time
+            self._closed = False
+            fitted = fit_devices(rank_devices, self.schedule.num_ranks, explicit=ranks is None and devices is not None)
+            points = known_split_points(split_points, source.num_children, num_stages, source.gives_stages)
+            if ranks is None:
+                self.model, parts = source.everything()
+            else:
+                points = points or source.points_by_size(num_stages, self.schedule.stage_to_rank)
+                own = ranks.join(self.schedule, points, seed, fitted[0])
+                self.model, parts = source.part(own_children(points, source.num_children, own))
+            self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
+            self._assembly = StageAssembly(
+                None if ranks is not None or stages is not None else self.model,
+                parts,
+                schedule=self.schedule,
+                devices=fitted,
+                loss_fn=loss_fn,
+                split_points=points,
+                acceleration=self._acceleration,
+                on_engine=self._ranks.connect,
+                max_pending_bytes=max_pending_bytes,
+                own_rank=self._ranks.own_rank,
+            )
+            if ranks is not None:
+                ranks.tie(source.tied_names() if tied is None else tied, self.model)
+            self._freezing = None if freeze is None else self._begin_freezing(freeze, ranks)
 
     def _begin_freezing(self, freeze: FreezeConfig, ranks: ProcessRanks | None) -> FreezeSession:
         names = self._ranks.gather([name for name, _ in self.named_parameters()])

@@ -40,8 +40,8 @@ class Blame:
     status: Callable[[], str]
 
 
-def describe(error: BaseException, step: int, blame: Blame) -> Failure:
-    """What the other ranks are told of an exception on this one."""
+def describe(error: BaseException, step: int | None, blame: Blame) -> Failure:
+    """What the other ranks are told of an exception on this one; no ``step``: while the pipeline was made."""
     own = blame.place.own_member
     text = f"{type(error).__name__}: {error}"
     detail = "".join(traceback.format_exception(error))
@@ -52,11 +52,12 @@ def describe(error: BaseException, step: int, blame: Blame) -> Failure:
     if isinstance(error, TimeoutError):
         return _find_culprit(step, blame)
     if isinstance(error, Exception):
-        return Failure("call", own, text, detail, stage=blame.own_stages[0], action="", step=step)
+        stage = blame.own_stages[0] if blame.own_stages else None
+        return Failure("call", own, text, detail, stage=stage, action="", step=step)
     return Failure("stopped", own, text, step=step)
 
 
-def _find_culprit(step: int, blame: Blame) -> Failure:
+def _find_culprit(step: int | None, blame: Blame) -> Failure:
     """The step has taken too long: a rank that does not answer, or that works while all others wait."""
     answers = blame.monitor.probe(blame.probe_s)
     silent = [rank for rank, answer in sorted(answers.items()) if answer is None]
@@ -73,14 +74,16 @@ def _find_culprit(step: int, blame: Blame) -> Failure:
 def as_exception(failure: Failure) -> BaseException:
     """What a rank raises where another one has failed."""
     made: BaseException
+    where = "while the pipeline was made" if failure.step is None else f"step {failure.step}"
+    name = "a rank" if failure.rank < 0 else f"rank {failure.rank}"
     if failure.kind == "stage":
         stage, step = failure.stage or 0, failure.step or 0
         made = StageError(failure.text, rank=failure.rank, stage=stage, action=failure.action or "", step=step)
     elif failure.kind == "call":
         made = StageError(
             problem(
-                f"rank {failure.rank} failed: {failure.text}",
-                where=f"step {failure.step}",
+                f"{name} failed: {failure.text}",
+                where=where,
                 hint="Gradients are as they were before; mend the cause and make the call again on all ranks.",
             ),
             rank=failure.rank,
@@ -90,8 +93,8 @@ def as_exception(failure: Failure) -> BaseException:
         )
     else:
         what = {"lost": "is gone", "stopped": "was stopped", "timeout": "kept the others waiting"}[failure.kind]
-        text = problem(f"rank {failure.rank} {what}: {failure.text}", where=f"step {failure.step}", hint=_RESTART)
-        made = TransportError(text, failure.rank)
+        text = problem(f"{name} {what}: {failure.text}", where=where, hint=_RESTART)
+        made = TransportError(text, failure.rank if failure.rank >= 0 else None)
     if failure.detail:
         made.__cause__ = RemoteTracebackError(failure.detail)
     return made

@@ -40,6 +40,7 @@ class Failure:
         text: one line, such as ``"RuntimeError: boom"``.
         detail: the traceback.
         stage, action, step: where it happened, if that is known; ``action`` as text, such as ``"1F2"``.
+        call: the number of the call that failed, counted alike on all ranks.
         reporter: the rank that reported it; -1 until it is reported.
 
     >>> failure = Failure("stage", rank=1, text="RuntimeError: boom", stage=1, action="1F2", step=7)
@@ -54,6 +55,7 @@ class Failure:
     stage: int | None = None
     action: str | None = None
     step: int | None = None
+    call: int = 0
     reporter: int = -1
 
     def to_json(self) -> str:
@@ -82,7 +84,7 @@ class Failure:
         optional = (failure.stage, failure.step)
         fits = (
             failure.kind in KINDS
-            and all(isinstance(number, int) for number in (failure.rank, failure.reporter))
+            and all(isinstance(number, int) for number in (failure.rank, failure.call, failure.reporter))
             and all(isinstance(words, str) for words in (failure.text, failure.detail))
             and all(number is None or isinstance(number, int) for number in optional)
             and (failure.action is None or isinstance(failure.action, str))

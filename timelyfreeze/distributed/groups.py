@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from timelyfreeze import _C
 from timelyfreeze.errors import problem
 
 _MIN_TIMEOUT_S = 1800.0
+_LOOK_S = 0.2
 _NUM_MADE: Counter[tuple[int, ...]] = Counter()
 
 
@@ -113,6 +119,8 @@ class Groups:
         timeout = timedelta(seconds=max(2 * timeout_s + 60, _MIN_TIMEOUT_S))
         members = place.members
         self._made: list[dist.ProcessGroup] = []
+        self._let_go = weakref.finalize(self, _destroy, self._made)
+        self._let_go.atexit = False  # the sockets go with the process
         # Control data are CPU tensors, whatever the stages compute on.
         self.control = control = self._make(members, "gloo", timeout, "control")
         if device.type == "cpu":
@@ -129,10 +137,7 @@ class Groups:
     def close(self) -> None:
         """Give up what waits, and let the connections go."""
         self.transport.cancel()
-        for group in self._made:
-            with suppress(Exception):  # the default group may be gone already
-                dist.destroy_process_group(group)
-        self._made.clear()
+        self._let_go()
 
     def _make(self, ranks: list[int], backend: str | None, timeout: timedelta, what: str) -> dist.ProcessGroup:
         # torch.distributed.new_group names a group by its ranks and by how many groups the process has: after a group
@@ -154,9 +159,54 @@ class Groups:
         return made
 
 
+def make_groups(make: Callable[[], Groups], timeout_s: float, is_over: Callable[[], bool]) -> Groups | None:
+    """What ``make`` gives; None where it is over before. Connecting itself can be neither ended nor interrupted.
+
+    Raises:
+        TimeoutError: there is no connection to every rank.
+    """
+    made: queue.SimpleQueue[Groups | Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            made.put(make())
+        except Exception as error:  # for the thread that waits
+            made.put(error)
+
+    threading.Thread(target=connect, name="timelyfreeze-connect", daemon=True).start()
+    deadline_s = monotonic() + timeout_s
+    while not is_over():
+        try:
+            found = made.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if monotonic() > deadline_s:
+                raise TimeoutError("there is no connection to every rank") from None
+            continue
+        if isinstance(found, Groups):
+            return found
+        raise TimeoutError(f"there is no connection to every rank: {found}") from found  # it names addresses, not ranks
+    return None
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with suppress(Exception):  # the default group may be gone already
+            dist.destroy_process_group(group)
+
+
 def default_store() -> Store:
     """The store over which the processes found each other."""
     return c10d._get_default_store()
+
+
+def store_host(place: Place) -> int | None:
+    """The member whose process hosts that store; None: none of them, or it is not known."""
+    base = default_store()
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_env = isinstance(base, TCPStore) and os.environ.get("MASTER_PORT") == str(base.port)
+    return place.members.index(0) if is_env and not is_agents and 0 in place.members else None
 
 
 def next_name(members: Sequence[int]) -> str:

@@ -96,6 +96,7 @@ class FailureMonitor:
         self._failure: Failure | None = None
         self._is_agreed = False  # the failure is the one in the store, or there is no store any more
         self._is_told = False  # on_failure was called
+        self._met_epoch = -1  # the last one that all ranks have come to
         self._past_epochs: list[int] = []  # whose record may still be in the store; rank 0 alone
         self._probes: dict[int, dict[int, str | None]] = {}
         self._num_probes = 0
@@ -141,6 +142,23 @@ class FailureMonitor:
             if epoch != self._epoch:
                 return failure
             self._failure = self._failure or failure
+            self._changed.notify_all()
+            return self._failure
+
+    def meet(self, timeout_s: float) -> Failure | None:
+        """Wait until every rank has come here in this epoch; where there is a failure instead, that.
+
+        Raises:
+            TimeoutError: some rank did not come.
+        """
+        with self._changed:
+            epoch = self._epoch
+        if self._is_usable:
+            with suppress(*STORE_ERRORS):
+                self._calls(partial(self._arrive, epoch), min(timeout_s, ANSWER_S))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failure or self._met_epoch == epoch, timeout_s):
+                raise TimeoutError("not every rank has come here")
             return self._failure
 
     def look(self) -> Failure | None:
@@ -242,8 +260,13 @@ class FailureMonitor:
         if self._rank == 0:
             for old in done:
                 store.delete_key(self._key(old))
+                store.delete_key(self._here(old))
         # Other ranks may have been here, and failed, before this one; their message was dropped then.
         self._mailbox.post(store, self._rank, _failed(epoch))
+
+    def _arrive(self, epoch: int, store: Store) -> None:
+        if store.add(self._here(epoch), 1) == self._num_ranks:
+            self._post_to(list(range(self._num_ranks)), json.dumps({"what": "met", "epoch": epoch}), store)
 
     def _post_to(self, ranks: list[int], message: str, store: Store) -> None:
         for rank in ranks:
@@ -252,10 +275,14 @@ class FailureMonitor:
     def _key(self, epoch: int) -> str:
         return f"{self._prefix}failure/{epoch}"
 
+    def _here(self, epoch: int) -> str:
+        return f"{self._prefix}here/{epoch}"
+
     def _learn(self, epoch: int, failure: Failure) -> Failure:
         with self._changed:
             if epoch == self._epoch:
                 self._failure, self._is_agreed = failure, True
+                self._changed.notify_all()
             return failure
 
     def _tell(self, epoch: int, failure: Failure) -> None:
@@ -282,6 +309,10 @@ class FailureMonitor:
                 self._learn(epoch, found)
                 if found.reporter != self._rank:
                     self._tell(epoch, found)
+        elif values["what"] == "met":
+            with self._changed:
+                self._met_epoch = values["epoch"]
+                self._changed.notify_all()
         elif values["what"] == "ping":
             try:
                 status = str(self._status())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from timelyfreeze.distributed.failing import Blame, as_exception, describe, is_final
 from timelyfreeze.distributed.failure import Failure
-from timelyfreeze.distributed.groups import Groups, Place, default_store, find_place, next_name
+from timelyfreeze.distributed.groups import Groups, Place, default_store, find_place, make_groups, next_name, store_host
 from timelyfreeze.distributed.messages import (
     DisagreementError,
     merge_closings,
@@ -65,14 +66,16 @@ class ProcessRanks:
         self._groups: Groups | None = None
         self._device = torch.device("cpu")
         self._is_stale = False
+        self._is_waiting = False
+        self._own_stages: list[int] = []
         self._final: BaseException | None = None
         self._epoch = 0
         self._in_call: str | None = None
+        self._num_calls = 0
         self._began_s = time.monotonic()
         self._planner: SharedPlanner | None = None
         self._ties: RemoteTies | None = None
         self._ids: list[list[int]] = []
-        self._telling = threading.Lock()
         self._name = next_name(place.members)
         self._monitor = FailureMonitor(
             default_store(),
@@ -81,6 +84,7 @@ class ProcessRanks:
             self._name,
             on_failure=self._on_failure,
             status=self._status,
+            store_rank=store_host(place),
         )
 
     # --- the pipeline is being made ---------------------------------------------------------------------------
@@ -92,8 +96,9 @@ class ProcessRanks:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The pipeline's own group of all its processes, for CPU tensors; another one after a failure."""
-        if self._is_stale and self._final is None:
-            self._renew()
+        if self._is_stale or self._final is not None or self._monitor.failure is not None:
+            with self.call(None):
+                pass
         assert self._groups is not None
         return self._groups.control
 
@@ -104,6 +109,18 @@ class ProcessRanks:
     @property
     def ends(self) -> tuple[bool, bool]:
         return self._own_stages[0] == 0, self._own_stages[-1] == self._schedule.num_stages - 1
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Around all that makes the pipeline: where it fails on one rank, no rank waits for that one."""
+        try:
+            with self.call(None):
+                yield
+        except BaseException:
+            if self._engine is not None:
+                self._engine.close()
+            self.shut()
+            raise
 
     def join(self, schedule: Schedule, points: Sequence[int], seed: int, device: torch.device) -> list[int]:
         """Take part in this pipeline; returns the stages of this rank.
@@ -124,7 +141,7 @@ class ProcessRanks:
         self._own_stages = [stage for stage, rank in enumerate(schedule.stage_to_rank) if rank == self.own_rank]
         self._device = device
         self._promise = json.dumps([[[str(a) for a in row] for row in schedule.ranks], list(points), seed])
-        self._groups = self._make_groups()
+        self._make_groups()
         return self._own_stages
 
     def planner(self, freeze: FreezeConfig) -> SharedPlanner:
@@ -140,32 +157,35 @@ class ProcessRanks:
 
     def tie(self, names: Sequence[Sequence[str]], model: nn.Module) -> None:
         """The last of making a pipeline: all ranks are made alike, and tied parameters are known."""
-        with self.call(0):
-            assert self._engine is not None
-            self._engine.runtime.set_clock(self._timeout_s)
-            promises = self._gather(self._promise)
-            if len(set(promises)) > 1:
-                differing = [rank for rank, promise in enumerate(promises) if promise != promises[0]]
-                expected = "the same schedule, split points and seed on every rank"
-                raise DisagreementError(problem("the pipeline", expected=expected, got=f"others on ranks {differing}"))
-            self._ties = RemoteTies(names, model, self._engine, self._place, self.gather, self._transfer)
+        self._set_clock()
+        promises = self._gather(self._promise)
+        if len(set(promises)) > 1:
+            differing = [rank for rank, promise in enumerate(promises) if promise != promises[0]]
+            expected = "the same schedule, split points and seed on every rank"
+            raise DisagreementError(problem("the pipeline", expected=expected, got=f"others on ranks {differing}"))
+        assert self._engine is not None
+        self._ties = RemoteTies(names, model, self._engine, self._place, self.gather, self._transfer)
 
     # --- a call -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def call(self, step: int) -> Iterator[None]:
+    def call(self, step: int | None) -> Iterator[None]:
         if self._final is not None:
             raise self._final
-        self._in_call, self._began_s = f"step {step}", time.monotonic()
+        self._num_calls += 1
+        self._in_call = "its construction" if step is None else f"step {step}"
+        self._began_s, self._is_waiting = time.monotonic(), False
         try:
             if self._is_stale:
                 self._renew()
+            self._raise_told(self._monitor.failure)
             yield
         except DisagreementError:
             raise  # on all ranks alike; nothing is on its way
         except BaseException as error:
             raised = self._fail(error, step)
-            if raised is error:
+            # While a pipeline is made, what is wrong here is often wrong everywhere: it keeps its type.
+            if raised is error or (step is None and not self._is_waiting):
                 raise
             raise raised from (raised.__cause__ or error)
         finally:
@@ -229,13 +249,13 @@ class ProcessRanks:
 
     # --- failures ---------------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException, step: int) -> BaseException:
+    def _fail(self, error: BaseException, step: int | None) -> BaseException:
         """Tell all ranks, and find out what failed first; the exception to raise here."""
-        assert self._groups is not None
+        self._is_stale = True  # first, whatever interrupts the rest
         blame = Blame(self._place, self._own_stages, self._monitor, _PROBE_S, self._status)
-        winner = self._monitor.report(describe(error, step, blame))
-        self._groups.transport.cancel()
-        self._is_stale = True
+        winner = self._monitor.report(replace(describe(error, step, blame), call=self._num_calls))
+        if self._groups is not None:
+            self._groups.transport.cancel()
         is_own = winner.reporter == self._place.own_member and winner.rank == self._place.own_member
         raised = error if is_own else as_exception(winner)
         if is_final(winner):
@@ -244,9 +264,23 @@ class ProcessRanks:
 
     def _on_failure(self, failure: Failure) -> None:
         """Another rank failed: end what this one waits for. Runs on the monitor's thread."""
-        engine = self._engine
+        if not self._concerns(failure):
+            return
+        engine, groups = self._engine, self._groups
         if engine is not None:
             engine.runtime.cancel(as_exception(failure))
+        if groups is not None:
+            groups.transport.cancel()
+
+    def _concerns(self, failure: Failure) -> bool:
+        """Whether it is of this call, or of one before. A rank that is a call ahead has done its part of this one,
+        which therefore ends well here too; the next one raises.
+        """
+        return failure.call <= self._num_calls or is_final(failure)
+
+    def _raise_told(self, failure: Failure | None) -> None:
+        if failure is not None and self._concerns(failure):
+            raise as_exception(failure)
 
     def _renew(self) -> None:
         """New connections after a failure, on all ranks."""
@@ -255,21 +289,43 @@ class ProcessRanks:
         self._epoch += 1
         self._monitor.next_epoch(self._epoch)
         self._groups.close()
-        self._groups = self._make_groups()
+        self._make_groups()
         self.connect(self._engine)
-        self._engine.runtime.set_clock(self._timeout_s)
+        self._set_clock()
         self._is_stale = False
 
-    def _make_groups(self) -> Groups:
-        return Groups(self._place, f"{self._name}/{self._epoch}", self._device, self._timeout_s)
+    def _make_groups(self) -> None:
+        with self._waiting():
+            # When all ranks are there, connecting takes a moment.
+            self._raise_told(self._monitor.meet(self._timeout_s))
+            name = f"{self._name}/{self._epoch}"
+            make = partial(Groups, self._place, name, self._device, self._timeout_s)
+            made = make_groups(make, self._timeout_s, lambda: self._monitor.failure is not None)
+            self._groups = made or self._groups
+            # It may have been told before there was anything to cancel.
+            self._raise_told(self._monitor.failure)
+
+    def _set_clock(self) -> None:
+        assert self._engine is not None
+        with self._waiting():
+            self._engine.runtime.set_clock(self._timeout_s)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around what waits for other ranks; where it fails, ``_is_waiting`` stays."""
+        self._is_waiting = True
+        yield
+        self._is_waiting = False
 
     def _status(self) -> str:
         """What this rank is doing, for others that wait for it."""
         since_s = time.monotonic() - self._began_s
         call, engine = self._in_call, self._engine
-        if call is None or engine is None:
+        if call is None:
             return f"between calls for {since_s:.1f} s"
-        action = engine.runtime.running_action
+        if engine is None and not self._is_waiting:
+            return f"running {call} for {since_s:.1f} s"
+        action = None if engine is None else engine.runtime.running_action
         if action is None:
             return f"waiting in {call}"
         return f"running {action[0]}{action[1]}{action[2]} in {call} for {since_s:.1f} s"
@@ -278,8 +334,10 @@ class ProcessRanks:
 
     def _gather(self, own: Any) -> list[Any]:
         assert self._engine is not None
-        every = self._engine.runtime.exchange(json.dumps(own).encode(), self._timeout_s)
-        return [json.loads(text) for text in every]
+        text = json.dumps(own).encode()
+        with self._waiting():
+            every = self._engine.runtime.exchange(text, self._timeout_s)
+        return [json.loads(one) for one in every]
 
     def _transfer(self, parcels: Sequence[Any], sources: Sequence[int]) -> list[Any]:
         """Tensors to and from other ranks of this replica: (rank, tensors, bytes)."""
@@ -287,7 +345,8 @@ class ProcessRanks:
         place = self._place
         sent = [(place.member_of(place.replica, rank), tensors, text) for rank, tensors, text in parcels]
         members = [place.member_of(place.replica, rank) for rank in sources]
-        return self._engine.runtime.transfer(sent, members, self._timeout_s)
+        with self._waiting():
+            return self._engine.runtime.transfer(sent, members, self._timeout_s)
 
     def _by_replica(self, every: Sequence[Any]) -> list[list[Any]]:
         place = self._place

@@ -78,6 +78,9 @@ class Ranks(Protocol):
     def ends(self) -> tuple[bool, bool]:
         """Whether this process has the first stage, and whether it has the last one."""
 
+    def making(self) -> Any:
+        """A context for making the pipeline: where it fails on one rank, it fails on all of them."""
+
     def connect(self, engine: Engine) -> None:
         """From now on the ranks talk to each other through this engine's workers."""
 
@@ -122,6 +125,10 @@ class ThreadRanks:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        yield
 
     def connect(self, engine: Engine) -> None:
         self._engine = engine
