@@ -93,7 +93,7 @@ class StageError(TimelyFreezeError):
     """User code failed inside a stage. The original exception is ``__cause__``.
 
     Attributes:
-        rank: the rank whose worker ran the action.
+        rank: the rank whose worker ran the action; with replicas, its process's number among those of all replicas.
         stage: the stage it belongs to.
         action: its text form, such as ``"1B3"``.
         step: the index of the step, counted from 0.

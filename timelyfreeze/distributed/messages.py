@@ -136,7 +136,10 @@ def merge_closings(
         loss=merged_loss([_unpack_loss(one[last]["loss"]) for one in replicas]),
         durations_s=durations_s,
         transfers_s=transfers_s,
-        works={int(stage): ParameterWork.from_json(work) for one in ranks for stage, work in one["works"].items()},
+        # The first replica's on all of them: masks follow from it, and they must be the same.
+        works={
+            int(stage): ParameterWork.from_json(work) for one in replicas[0] for stage, work in one["works"].items()
+        },
         peak_pending_bytes=[one["pending"][rank] for rank, one in enumerate(ranks) if one["pending"]],
         overflow=any(one["overflow"] for each in replicas for one in each),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,9 @@ from timelyfreeze.distributed.messages import (
 )
 from timelyfreeze.distributed.monitor import FailureMonitor
 from timelyfreeze.distributed.planning import SharedPlanner
-from timelyfreeze.distributed.replicas import reduce_over_replicas
+from timelyfreeze.distributed.replicas import flags_of, layout_of, make_replicas_equal, reduce_over_replicas
 from timelyfreeze.distributed.ties import RemoteTies
-from timelyfreeze.errors import problem
+from timelyfreeze.errors import StageError, problem
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.ranks import Closing, Flags, Opening
 from timelyfreeze.runtime.values import encode, spec_from_bytes
@@ -158,12 +159,16 @@ class ProcessRanks:
     def tie(self, names: Sequence[Sequence[str]], model: nn.Module) -> None:
         """The last of making a pipeline: all ranks are made alike, and tied parameters are known."""
         self._set_clock()
-        promises = self._gather(self._promise)
-        if len(set(promises)) > 1:
-            differing = [rank for rank, promise in enumerate(promises) if promise != promises[0]]
+        assert self._engine is not None
+        assert self._groups is not None
+        every = self._gather([self._promise, layout_of(self._engine)])
+        differing = [rank for rank, (promise, _) in enumerate(every) if promise != every[0][0]]
+        if differing:
             expected = "the same schedule, split points and seed on every rank"
             raise DisagreementError(problem("the pipeline", expected=expected, got=f"others on ranks {differing}"))
-        assert self._engine is not None
+        self._check_alike([layout for _, layout in every], "the same parameters and buffers on every replica")
+        if self._groups.replicas is not None:
+            make_replicas_equal(self._engine, self._groups.replicas)
         self._ties = RemoteTies(names, model, self._engine, self._place, self.gather, self._transfer)
 
     # --- a call -----------------------------------------------------------------------------------------------
@@ -196,12 +201,19 @@ class ProcessRanks:
     def open(self, own: Opening) -> Opening:
         data = pack_opening(own)
         data["news"] = None if self._planner is None or own.call != "train" else self._planner.news()
-        replicas = self._by_replica(self._gather(data))
+        assert self._engine is not None
+        assert self._ties is not None
+        data["flags"] = flags_of(self._engine) if self._place.num_replicas > 1 and own.call == "train" else ""
+        data["ties"] = self._ties.flags()
+        every = self._gather(data)
+        replicas = self._by_replica(every)
         opened = merge_openings(own, replicas, self._place.replica)
+        self._check_alike([one["flags"] for one in every], "the same requires_grad flags on every replica")
+        self._ties.check_flags([one["ties"] for one in every])
         if self._planner is not None and own.call == "train":
             # The solver is the first member, wherever that is in the grid.
             self._planner.receive(next((one["news"] for row in replicas for one in row if one["news"]), None))
-        if own.call == "train" and self._ties is not None:
+        if own.call == "train":
             self._ties.begin()
         return opened
 
@@ -252,6 +264,10 @@ class ProcessRanks:
     def _fail(self, error: BaseException, step: int | None) -> BaseException:
         """Tell all ranks, and find out what failed first; the exception to raise here."""
         self._is_stale = True  # first, whatever interrupts the rest
+        if isinstance(error, StageError) and self._place.num_replicas > 1:
+            # As the others are told: which of all processes, and in which replica.
+            error.rank = self._place.own_member
+            error.args = (f"replica {self._place.replica}: {error}",)
         blame = Blame(self._place, self._own_stages, self._monitor, _PROBE_S, self._status)
         winner = self._monitor.report(replace(describe(error, step, blame), call=self._num_calls))
         if self._groups is not None:
@@ -348,6 +364,13 @@ class ProcessRanks:
         with self._waiting():
             return self._engine.runtime.transfer(sent, members, self._timeout_s)
 
+    def _check_alike(self, every: Sequence[str], expected: str) -> None:
+        """DisagreementError, on all ranks, where replicas of a rank have told differently."""
+        for rank, told in enumerate(zip(*self._by_replica(every), strict=True)):
+            if len(set(told)) > 1:
+                hint = "Build and freeze the model alike in all processes."
+                raise DisagreementError(problem(f"stages of rank {rank}", expected=expected, got="others", hint=hint))
+
     def _by_replica(self, every: Sequence[Any]) -> list[list[Any]]:
         place = self._place
         return [[every[place.member_of(d, r)] for r in range(self.num_ranks)] for d in range(place.num_replicas)]
@@ -362,8 +385,9 @@ class ProcessRanks:
     def _overflow(self) -> None:
         """Gradients of another rank are not finite: make this rank's ``GradScaler`` see it as well."""
         assert self._engine is not None
-        for parameter in (p for used in self._engine.ties.stage_parameters for p in used):
+        used = itertools.chain(*self._engine.ties.stage_parameters, self._engine.loss_parameters)
+        for parameter in used:
             if parameter.grad is not None and parameter.grad.numel() > 0:
                 grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-                grad.view(-1)[0] = torch.inf
+                grad[(0,) * grad.dim()] = torch.inf
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from time import monotonic
@@ -18,6 +19,38 @@ from timelyfreeze.runtime.ranks import Flags
 # As torch's DistributedDataParallel has it.
 BUCKET_BYTES = 25 * 2**20
 _LOOK_S = 0.5
+
+
+def make_replicas_equal(engine: Engine, group: dist.ProcessGroup) -> None:
+    """Parameters and buffers of this rank's stages, and the loss's parameters, as the first replica has them."""
+    source = dist.get_process_group_ranks(group)[0]
+    here = [stage for stage in engine.stages if stage is not None]
+    tensors = [tensor for stage in here for tensor in (*stage.parameters(), *stage.buffers())]
+    with torch.no_grad():
+        for tensor in {id(tensor): tensor for tensor in [*tensors, *engine.loss_parameters]}.values():
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, source, group=group)
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
+
+
+def layout_of(engine: Engine) -> str:
+    """Shapes and dtypes of what a rank has, as text: it must be the same on all replicas of the rank."""
+    tensors = [*_parameters_of(engine), *(b for stage in engine.stages if stage is not None for b in stage.buffers())]
+    text = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def flags_of(engine: Engine) -> str:
+    """The user's ``requires_grad`` flags of what a rank has, as text: likewise."""
+    bits = "".join("01"[parameter.requires_grad] for parameter in _parameters_of(engine))
+    return f"{int('1' + bits, 2):x}"
+
+
+def _parameters_of(engine: Engine) -> list[torch.Tensor]:
+    owners = engine.ties.owners
+    used = [owners.get(id(p), p) for parameters in engine.ties.stage_parameters for p in parameters]
+    return [*used, *engine.loss_parameters]
 
 
 def reduce_over_replicas(
@@ -48,8 +81,10 @@ def reduce_over_replicas(
 
 
 def _reduced_parameters(engine: Engine, live: Sequence[Flags] | None) -> list[torch.Tensor]:
-    found = []
+    found: list[torch.Tensor] = []
     for stage, used in enumerate(engine.ties.stage_parameters):
+        if engine.stages[stage] is None:
+            continue
         flags = [True] * len(used) if live is None else live[stage]
         for parameter, is_live in zip(used, flags, strict=True):
             if parameter.requires_grad and is_live:
@@ -63,7 +98,7 @@ def _reduced_parameters(engine: Engine, live: Sequence[Flags] | None) -> list[to
                         )
                     )
                 found.append(parameter)
-    return [*found, *engine.loss_parameters]
+    return [*found, *(parameter for parameter in engine.loss_parameters if parameter.requires_grad)]
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

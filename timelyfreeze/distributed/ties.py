@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from timelyfreeze.distributed.groups import Place
+from timelyfreeze.distributed.messages import DisagreementError
 from timelyfreeze.errors import problem
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.ties import sum_gradients
@@ -20,12 +21,14 @@ class _Tie:
     """One parameter in several processes.
 
     Attributes:
+        names: what the whole model calls it.
         owner: the rank of its first stage.
         copies: the other ranks, in the order of their stages.
         parameter: this process's own; None: it has none.
         before: what its gradient was before the step, on a rank with a copy.
     """
 
+    names: list[str]
     owner: int
     copies: list[int]
     parameter: nn.Parameter | None
@@ -81,12 +84,33 @@ class RemoteTies:
             ranks = list(dict.fromkeys(known[name][1] for name in ordered))
             if len(ranks) > 1:
                 first = next((name for name in ordered if known[name][1] == place.rank), None)
-                self._ties.append(_Tie(ranks[0], ranks[1:], None if first is None else own[first]))
+                self._ties.append(_Tie(ordered, ranks[0], ranks[1:], None if first is None else own[first]))
         self._make_equal()
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter counts on another rank."""
         return any(tie.parameter is parameter and tie.owner != self._place.rank for tie in self._ties)
+
+    def flags(self) -> list[bool | None]:
+        """Whether each tied parameter requires grad on this rank; None: it is not here."""
+        return [None if tie.parameter is None else tie.parameter.requires_grad for tie in self._ties]
+
+    def check_flags(self, every: Sequence[Sequence[bool | None]]) -> None:
+        """One parameter has one flag: DisagreementError, on all ranks, where a tie's ranks differ.
+
+        Args:
+            every: what ``flags`` gave on each process.
+        """
+        for tie, column in zip(self._ties, zip(*every, strict=True), strict=True):
+            if len({flag for flag in column if flag is not None}) > 1:
+                raise DisagreementError(
+                    problem(
+                        f"requires_grad of tied parameters {' and '.join(tie.names)}",
+                        expected="the same on every rank",
+                        got=f"True on rank {column.index(True)}, False on rank {column.index(False)}",
+                        hint="Freeze or unfreeze a tied parameter on all ranks that have it.",
+                    )
+                )
 
     def begin(self) -> None:
         """A training step begins: copies' gradients are set aside, so that what the step adds is known."""
