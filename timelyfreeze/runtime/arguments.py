@@ -13,6 +13,9 @@ from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.runtime.partition import children_of
 from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank, merge_backward
 
+# By name: importing the latter takes most of a second.
+_REDUCING = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
 
 def children(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that the stages are made of, in order."""
@@ -75,6 +78,21 @@ def check_arguments(
     if loss_fn is not None and not callable(loss_fn):
         problems.append(problem("loss_fn", expected="a function (output, target) -> loss, or None", got=loss_fn))
     raise_all(ValueError, problems)
+
+
+def refuse_wrapped(stages: Sequence[nn.Module | None]) -> None:
+    """Raise ValueError where a module reduces its gradients itself: it would do so in every micro-batch's backward."""
+    for index, stage in enumerate(stages):
+        for module in [] if stage is None else stage.modules():
+            if _REDUCING & {kind.__name__ for kind in type(module).__mro__}:
+                raise ValueError(
+                    problem(
+                        f"stage {index} is wrapped in {type(module).__name__}",
+                        expected="modules that are not wrapped",
+                        hint='Pass mesh=DeviceMesh with dimensions ("dp", "pp"): the pipeline reduces gradients over '
+                        '"dp" itself, once a step, and nothing for what is frozen.',
+                    )
+                )
 
 
 def make_schedule(

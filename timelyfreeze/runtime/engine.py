@@ -17,6 +17,7 @@ from torch import nn
 from timelyfreeze import _C
 from timelyfreeze.compiled import is_compiled
 from timelyfreeze.errors import StageError, TransportError, problem
+from timelyfreeze.runtime.arguments import refuse_wrapped
 from timelyfreeze.runtime.microbatch import Microbatch
 from timelyfreeze.runtime.rng import follow_action_generator
 from timelyfreeze.runtime.ties import TiedParameters
@@ -138,6 +139,7 @@ class Engine:
         own_rank: int | None = None,
         max_pending_bytes: int | None = None,
     ) -> None:
+        refuse_wrapped(stages)
         _refuse_compiled(stages, schedule)
         self.schedule = schedule
         self._max_pending_bytes = max_pending_bytes
