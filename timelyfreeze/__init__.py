@@ -14,6 +14,7 @@ _EXPORTS = {
     "ActionCosts": "timelyfreeze.cost",
     "FreezeConfig": "timelyfreeze.freeze",
     "FreezingPipeline": "timelyfreeze.pipeline",
+    "GradScaler": "timelyfreeze.runtime.scaling",
     "Kind": "timelyfreeze.schedule",
     "NoChunk": "timelyfreeze.runtime",
     "Plan": "timelyfreeze.planner",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from timelyfreeze.planner import make_plan as make_plan
     from timelyfreeze.runtime import NoChunk as NoChunk
     from timelyfreeze.runtime.results import StepResult as StepResult
+    from timelyfreeze.runtime.scaling import GradScaler as GradScaler
     from timelyfreeze.schedule import Action as Action
     from timelyfreeze.schedule import Kind as Kind
     from timelyfreeze.schedule import Schedule as Schedule

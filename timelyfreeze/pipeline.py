@@ -25,11 +25,13 @@ from timelyfreeze.runtime.arguments import (
     make_schedule,
 )
 from timelyfreeze.runtime.assembly import StageAssembly
+from timelyfreeze.runtime.clipping import Clipping
 from timelyfreeze.runtime.engine import Engine, EngineStep
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
 from timelyfreeze.runtime.partition import known_split_points
 from timelyfreeze.runtime.ranks import Closing, Opening, Ranks, ThreadRanks
 from timelyfreeze.runtime.results import StepResult, join_outputs, scale_of, send_input_gradients, step_loss
+from timelyfreeze.runtime.scaling import note_overflow
 from timelyfreeze.runtime.sources import StageSource, own_children, own_device
 from timelyfreeze.runtime.wrapping import ModelWrapper
 from timelyfreeze.schedule import Schedule
@@ -185,7 +187,8 @@ class FreezingPipeline(ModelWrapper):
             args, kwargs: the first stage's arguments; tensors are cut along dimension 0 (see ``NoChunk``).
             target: what ``loss_fn`` gets beside the output, cut likewise.
             microbatches: instead of the above, slices that exist already: ``(input, target)`` or ``Microbatch``.
-            grad_scaler: scales the gradients; afterwards call its ``step`` and ``update`` as usual.
+            grad_scaler: scales the gradients; afterwards call its ``step`` and ``update`` as usual. An overflow on one
+                rank is known to all. ``timelyfreeze.GradScaler`` also does for a rank that has no gradients at all.
             return_outputs: keep the last stage's outputs (not with ``loss_fn=None``); where ranks are processes, the
                 last stage's has them, and with "all" every one.
 
@@ -224,7 +227,8 @@ class FreezingPipeline(ModelWrapper):
                     masks=None if masks is None else as_tensors(masks),
                 )
             self._ranks.reduce_gradients(None if masks is None else masks.ever_live)
-            closed = self._close_step(engine, done, has_scaler=grad_scaler is not None)
+            has_scaler = grad_scaler is not None and grad_scaler.is_enabled()
+            closed = self._close_step(engine, done, has_scaler=has_scaler)
             outputs = done.report.outputs if return_outputs and engine.has_loss else None
             if return_outputs == "all":
                 outputs = self._ranks.share_outputs(outputs)
@@ -237,6 +241,7 @@ class FreezingPipeline(ModelWrapper):
         assert loss is not None
         scale = 1.0 / loss.divisor
         self._ranks.commit(scale, None if masks is None else gradient_factors(masks, scale, loss.weights))
+        note_overflow(grad_scaler, closed.overflow)
         send_input_gradients(done, scale)
         self._step_index += 1
         if freezing is not None:
@@ -271,6 +276,24 @@ class FreezingPipeline(ModelWrapper):
                 overflow=has_scaler and self._ranks.own_rank is not None and engine.overflows(),
             )
         )
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages and of ``loss_fn``, on whatever ranks.
+
+        All ranks call it, also those without gradients. Tied parameters and replicas count once.
+
+        Returns:
+            The norm before, the same on every rank.
+
+        Raises:
+            RuntimeError: with ``error_if_nonfinite``, the norm is not finite; on every rank, gradients untouched.
+        """
+        with self._calling(self._step_index):
+            clipping = Clipping(self.model, self._assembly.engine, norm_type)
+            every = self._ranks.gather(clipping.own_norms(self._ranks.is_copy))
+        return clipping.clip(every, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     # --- no gradient ------------------------------------------------------------------------------------------
 
