@@ -5,6 +5,7 @@ from __future__ import annotations
 import fractions
 import json
 import os
+import pickle
 import warnings
 
 import numpy as np
@@ -204,6 +205,22 @@ def test_values_are_not_unpickled_beyond_plain_data(tmp_path, monkeypatch):
     for read in (lambda: load_checkpoint(tmp_path, *fresh()), lambda: export_state_dict(tmp_path)):
         with pytest.raises(CheckpointError, match=r"Unsupported .* fractions.Fraction|fractions.Fraction was not an"):
             read()
+
+
+class _Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+def test_foreign_metadata_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipe, optimizer = trained(1)
+    folder = save_checkpoint("checkpoints", pipe, optimizer)
+    (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    for read in (lambda: load_checkpoint(folder, pipe), lambda: export_state_dict(folder)):
+        with pytest.raises(CheckpointError, match=r"posix\.mkdir has no place in a checkpoint's metadata"):
+            read()
+    assert not os.path.exists("evil")
 
 
 @pytest.mark.parametrize(

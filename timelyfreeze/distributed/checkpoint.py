@@ -5,8 +5,9 @@ A checkpoint is a folder ``step-000123``: ``.metadata`` and one ``__<rank>_0.dis
 are kept by the model's own names (``model.<name>``, ``optim.state.<name>.<key>``, ``optim.param_groups.<name>.<key>``),
 so that another number of ranks, another schedule, or one process can go on with them.
 
-Only load checkpoints that you trust: ``torch.distributed.checkpoint`` unpickles ``.metadata``, and a pickle can run any
-code. (What is in the other files is read without unpickling more than tensors and plain values.)
+``.metadata`` is a pickle, of which this package reads the classes of such metadata and nothing else, so that a file from
+elsewhere can run no code here; the other files are read without unpickling more than tensors and plain values.
+``torch.distributed.checkpoint``'s own tools unpickle ``.metadata`` freely: give them only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -112,8 +113,6 @@ def load_checkpoint(
     A collective, for any number of ranks. Names, shapes and types of everything on all ranks are checked before the
     first tensor is touched. Each rank reads only its own part, into the tensors that are there, and compares checksums.
 
-    Only load checkpoints that you trust: ``torch.distributed.checkpoint`` unpickles their metadata, which can run code.
-
     Args:
         path: the folder that ``save_checkpoint`` was given, or one checkpoint in it.
         pipe: with the same model; number of ranks, stages and schedule may be others.
@@ -173,8 +172,6 @@ def latest_checkpoint(path: str | PathLike[str]) -> Path | None:
 
 def export_state_dict(path: str | PathLike[str]) -> dict[str, torch.Tensor]:
     """The whole model's plain state dict from any checkpoint, on the CPU, in one process and without a group.
-
-    Only load checkpoints that you trust: ``torch.distributed.checkpoint`` unpickles their metadata, which can run code.
 
     Args:
         path: as for ``load_checkpoint``.

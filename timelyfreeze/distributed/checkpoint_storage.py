@@ -40,8 +40,30 @@ def write_values(folder: FilePath, values: Mapping[Path, Any], ranks: Ranks) -> 
         )
 
 
+# All that the metadata of write_values name. Anything else that a pickle can call is not looked up, let alone called.
+_IN_METADATA = {
+    **dict.fromkeys(("pathlib", "pathlib._local"), {"Path", "PosixPath"}),  # Python 3.13 has it under the second name
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.serialization": {"_get_layout"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's metadata and nothing else, so that a file from elsewhere cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _IN_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
 class SavedValues:
-    """What is in a checkpoint, without its data. Trusted files only: DCP's metadata is a pickle, which may run code.
+    """What is in a checkpoint, without its data. DCP's metadata is a pickle, of which only known classes are read.
 
     Raises OSError or CheckpointError if the metadata cannot be read.
     """
@@ -50,7 +72,7 @@ class SavedValues:
         self._folder = folder
         try:
             with open(folder / METADATA_FILE, "rb") as file:
-                self._metadata = pickle.load(file)
+                self._metadata = _MetadataUnpickler(file).load()
             self.paths: dict[str, Path] = {key: tuple(path) for key, path in self._metadata.planner_data.items()}
             self._saved = self._metadata.state_dict_metadata
         except OSError:
