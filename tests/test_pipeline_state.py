@@ -166,3 +166,8 @@ def test_modules_added_after_construction_train():
         model[0].forward = lambda h: F.linear(h, model[0].weight, model[0].bias) * model[0].extra
         pipe.step(x, target=x)
         assert model[0].extra.grad is not None
+
+
+def test_gather_in_one_process_is_the_value_itself():
+    with FreezingPipeline(mlp(), 2, 2, loss_fn=F.mse_loss) as pipe:
+        assert pipe.gather({"a": 1.5}) == [{"a": 1.5}]

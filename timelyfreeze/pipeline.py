@@ -352,6 +352,14 @@ class FreezingPipeline(ModelWrapper):
         """
         return self._ranks.process_group
 
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's plain value (JSON data), by rank in ``process_group``; where ranks are threads, the one given.
+
+        A call like ``step``: all ranks make it together, and where it fails on one, it fails on all of them.
+        """
+        with self._calling(self._step_index):
+            return self._ranks.gather(value)
+
     @property
     def plan(self) -> Plan | None:
         """What is left out where, once it is known."""
