@@ -5,8 +5,8 @@ A checkpoint is a folder ``step-000123``: ``.metadata`` and one ``__<rank>_0.dis
 are kept by the model's own names (``model.<name>``, ``optim.state.<name>.<key>``, ``optim.param_groups.<name>.<key>``),
 so that another number of ranks, another schedule, or one process can go on with them.
 
-``.metadata`` is a pickle, of which this package reads the classes of such metadata and nothing else, so that a file from
-elsewhere can run no code here; the other files are read without unpickling more than tensors and plain values.
+``.metadata`` is a pickle, of which this package reads the classes of such metadata and nothing else, so that a file
+from elsewhere can run no code here; the other files are read without unpickling more than tensors and plain values.
 ``torch.distributed.checkpoint``'s own tools unpickle ``.metadata`` freely: give them only checkpoints that you trust.
 """
 

@@ -42,7 +42,7 @@ def write_values(folder: FilePath, values: Mapping[Path, Any], ranks: Ranks) -> 
 
 # All that the metadata of write_values name. Anything else that a pickle can call is not looked up, let alone called.
 _IN_METADATA = {
-    **dict.fromkeys(("pathlib", "pathlib._local"), {"Path", "PosixPath"}),  # Python 3.13 has it under the second name
+    **{module: {"Path", "PosixPath"} for module in ("pathlib", "pathlib._local")},  # the second from Python 3.13 on
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {

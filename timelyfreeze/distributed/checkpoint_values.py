@@ -22,12 +22,11 @@ class CheckpointedPipeline(Protocol):
     """What is asked of a pipeline: entries of this rank's own stages, under the whole model's names.
 
     A name may be on several ranks (tied parameters), with the same values.
-
-    Attributes:
-        process_group: the ``torch.distributed`` group of its ranks; None: this process has all of the model.
     """
 
-    process_group: Any
+    @property
+    def process_group(self) -> Any:
+        """The ``torch.distributed`` group of its ranks; None: this process has all of the model."""
 
     def state_dict(self) -> Any:
         """This rank's weights and buffers; the tensors share memory with the model's."""
