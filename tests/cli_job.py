@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from timelyfreeze.cli import metrics
+from timelyfreeze.cli.checkpoint import Checkpoint
 from timelyfreeze.cli.main import main
 from timelyfreeze.cost import ActionCosts
+from timelyfreeze.distributed import export_state_dict
 from timelyfreeze.planner import make_plan
 from timelyfreeze.schedule import create_schedule
 
@@ -44,6 +51,42 @@ def run(*arguments: object, steps: int | None = STEPS) -> int:
     return main(["train", *map(str, arguments), *length])
 
 
+def saved(folder: Path) -> Checkpoint:
+    """Where the last checkpoint of a run's folder stands."""
+    return Checkpoint.load(folder / "checkpoints")
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole model's weights in it."""
+    return export_state_dict(folder / "checkpoints")
+
+
+def saved_file(folder: Path, name: str) -> Path:
+    """A file of the only checkpoint of a run's folder."""
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    return checkpoint / name
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def when(monkeypatch: pytest.MonkeyPatch, at: tuple[str, int], act: Callable[[], None]) -> None:
+    """Call ``act`` when the row of a step is written down."""
+    append = metrics.MetricsLog.append
+
+    def watched(self: metrics.MetricsLog, row: metrics.StepRow) -> None:
+        append(self, row)
+        if (row.run, row.step) == at:
+            act()
+
+    monkeypatch.setattr(metrics.MetricsLog, "append", watched)
+
+
+def kill() -> None:
+    raise Killed

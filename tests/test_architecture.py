@@ -38,7 +38,7 @@ MAY_IMPORT = {
     | {"_C", "acceleration", "schedule", "cost", "planner", "ops", "runtime", "freeze", "distributed", "asynchronous"},
     "compat": BASE | {"schedule", "runtime", "freeze", "pipeline"},
     "cli": BASE
-    | {"acceleration", "schedule", "cost", "planner", "viz", "freeze", "runtime", "pipeline"}
+    | {"acceleration", "schedule", "cost", "planner", "viz", "freeze", "runtime", "distributed", "pipeline"}
     | set(timelyfreeze.__all__),
     "__main__": {"cli"},
 }

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli_job import PLANNED_STEPS
+from tests.cli_job import PLANNED_STEPS, saved
 from timelyfreeze.cli import calibrate
-from timelyfreeze.cli.checkpoint import Checkpoint
 from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.data import read_corpus, training_batch
 from timelyfreeze.cli.main import main
@@ -129,7 +128,7 @@ def test_resuming_keeps_what_was_chosen(
         patch.setattr(calibrate, "plain_makespan_s", interrupt)  # the last of the choice: a first step is done then
         assert main(arguments(text, tmp_path)) == 130
         assert seen
-    checkpoint = Checkpoint.load(tmp_path / "checkpoint.pt")
+    checkpoint = saved(tmp_path)
     assert checkpoint.chosen == {"cut": CHOSEN}
     assert checkpoint.done == [("plain", 1)]
     assert main(["train", "--resume", str(tmp_path)]) == 0
@@ -143,7 +142,7 @@ def test_both_modes_choose_for_themselves(
 ) -> None:
     assert main(arguments(text, tmp_path, "--compare-modes")) == 0
     of_lp = choose_microbatches("1f1b", COSTS, live_microbatches=LIVE, mode="lp").schedule.num_microbatches
-    assert Checkpoint.load(tmp_path / "checkpoint.pt").chosen == {"cut": CHOSEN, "lp": of_lp}
+    assert saved(tmp_path).chosen == {"cut": CHOSEN, "lp": of_lp}
     assert f"mode lp: {of_lp} micro-batches" in capsys.readouterr().out
     assert Plan.load(tmp_path / "plan-lp.json").schedule.num_microbatches == of_lp
 

@@ -190,7 +190,7 @@ def test_a_running_job_is_told_by_its_lock(folder: Path, capsys: pytest.CaptureF
     text, _ = show(capsys, folder)
     assert ": stopped" in " ".join(text.split())
     assert "--resume" not in text  # there is no checkpoint
-    (folder / "checkpoint.pt").touch()
+    (folder / "checkpoints").mkdir()
     text, _ = show(capsys, folder)
     assert f"timelyfreeze train --resume {folder}" in text.replace("\n", "").replace("train--", "train --")
 

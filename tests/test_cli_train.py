@@ -9,16 +9,27 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cli_job import MICROBATCHES, PLANNED_STEPS, STEPS, TINY, rows, run, save_plan, write_text
-from timelyfreeze.cli import metrics
-from timelyfreeze.cli.checkpoint import Checkpoint
+from tests.cli_job import (
+    MICROBATCHES,
+    PLANNED_STEPS,
+    STEPS,
+    TINY,
+    Killed,
+    kill,
+    rows,
+    run,
+    save_plan,
+    saved,
+    saved_weights,
+    when,
+    write_text,
+)
 from timelyfreeze.cli.measured import read_measured
 from timelyfreeze.planner import Plan, planned_durations
 from timelyfreeze.schedule import Schedule, create_schedule
@@ -60,7 +71,7 @@ def test_a_run_leaves_its_files_and_prints_its_table(
     steps, folder = PLANNED_STEPS, tmp_path / "deep" / "run"
     assert run(*TINY, "--text", text, "--out", folder, steps=steps) == 0
     assert {p.name for p in folder.iterdir()} == {
-        *("config.json", "metrics.jsonl", "plan.json", "measured.json", "table.txt", "checkpoint.pt", ".lock")
+        *("config.json", "metrics.jsonl", "plan.json", "measured.json", "table.txt", "checkpoints", ".lock")
     }
     table = (folder / "table.txt").read_text()
     assert capsys.readouterr().out.endswith(f"{table}\nTimelines of these runs: timelyfreeze show {folder}\n")
@@ -125,13 +136,13 @@ def test_the_split_is_balanced_once_and_kept(text: Path, tmp_path: Path, monkeyp
         measured.append(args)
         return [1.0, 1.0, 1.0, 9.0]  # embedding, two blocks, head
 
-    monkeypatch.setattr("timelyfreeze.pipeline.measure_children_s", measure)
+    monkeypatch.setattr("timelyfreeze.runtime.assembly.measure_children_s", measure)
     with monkeypatch.context() as patch:
         when(patch, ("plain", 1), lambda: os.kill(os.getpid(), signal.SIGINT))
         assert run(*TINY, "--text", text, "--out", tmp_path, steps=2) == 130
     assert run("--resume", tmp_path, steps=None) == 0
     assert len(measured) == 1
-    assert Checkpoint.load(tmp_path / "checkpoint.pt").split == [3]
+    assert saved(tmp_path).split == [3]
 
 
 @pytest.mark.parametrize(
@@ -154,26 +165,6 @@ def test_options_run(text: Path, options: tuple[str, ...], capsys: pytest.Captur
     assert fewer == (options not in (("--max-ratio", "0"), ("--microbatches", "1")))
 
 
-class _Killed(BaseException):
-    """Stands for SIGKILL."""
-
-
-def when(monkeypatch: pytest.MonkeyPatch, at: tuple[str, int], act: Callable[[], None]) -> None:
-    """Call ``act`` when the row of a step is written down."""
-    append = metrics.MetricsLog.append
-
-    def watched(self: metrics.MetricsLog, row: metrics.StepRow) -> None:
-        append(self, row)
-        if (row.run, row.step) == at:
-            act()
-
-    monkeypatch.setattr(metrics.MetricsLog, "append", watched)
-
-
-def kill() -> None:
-    raise _Killed
-
-
 @pytest.mark.parametrize(
     "at", [("plain", 1), ("plain", STEPS), ("timelyfreeze", 1), ("timelyfreeze", 4), ("fewer", 2), ("fewer", STEPS)]
 )
@@ -192,7 +183,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
         when(patch, at, lambda: os.kill(os.getpid(), signal.SIGINT))
         assert run(*TINY, "--text", text, "--plan", own_plan, "--out", folder) == 130
     assert f"stopped after step {at[1]} of {at[0]}" in capsys.readouterr().err
-    assert Checkpoint.load(folder / "checkpoint.pt").done[-1] == at
+    assert saved(folder).done[-1] == at
     own_plan.unlink()  # the folder holds all that resuming needs
     before = {(row["run"], row["step"]): row for row in rows(folder)}
     torch.manual_seed(99)
@@ -204,8 +195,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
         own = [row for row in rows(folder) if row["run"] == name]
         assert own[-1]["elapsed_s"] == pytest.approx(sum(row["step_time_s"] or 0.0 for row in own))
     assert [kept.name for kept in read_measured(folder / "measured.json")] == ["plain", "timelyfreeze", "fewer"]
-    there, here = (Checkpoint.load(path / "checkpoint.pt") for path in (whole, folder))
-    assert all(torch.equal(there.model[name], here.model[name]) for name in there.model)
+    there, here = saved_weights(whole), saved_weights(folder)
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[name], here[name]) for name in there)
 
 
 @pytest.mark.parametrize("at", [("plain", 3), ("timelyfreeze", 0), ("timelyfreeze", 5), ("fewer", 1)])
@@ -214,12 +206,14 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(
 ) -> None:
     with monkeypatch.context() as patch:
         when(patch, at, kill)
-        with pytest.raises(_Killed):
+        with pytest.raises(Killed):
             run(*TINY, "--text", text, "--plan", plan, "--out", tmp_path)
-    (tmp_path / ".checkpoint.pt.0123.tmp").write_bytes(b"half a checkpoint")
+    (tmp_path / ".plan.json.0123.tmp").write_bytes(b"half a plan")
+    (tmp_path / "checkpoints" / ".step-000009.tmp-0123").mkdir()
     assert run("--resume", tmp_path, steps=None) == 0
     assert losses(tmp_path) == losses(whole)
     assert list(tmp_path.glob(".*.tmp")) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
 
 
 def test_a_plan_that_training_finds_is_kept_when_it_goes_on(
@@ -265,7 +259,7 @@ def test_ctrl_c_saves_and_ends_with_130(text: Path, plan: Path, whole: Path, tmp
     assert process.returncode == 130, error
     assert "Stopping after this step" in out
     assert re.search(r"stopped after step \d+ of plain; .* timelyfreeze train --resume", error)
-    assert Checkpoint.load(tmp_path / "run" / "checkpoint.pt").done[-1][1] >= 1
+    assert saved(tmp_path / "run").done[-1][1] >= 1
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
@@ -278,7 +272,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     assert "stage 1" in error
     assert "micro-batch 0" in error
     assert "Traceback" not in error
-    assert Checkpoint.load(tmp_path / "checkpoint.pt").done == [("plain", step - 1)]
+    assert saved(tmp_path).done == [("plain", step - 1)]
 
 
 def test_a_schedule_from_a_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,65 +303,6 @@ def test_a_plan_for_another_schedule_is_refused_at_once(
     assert not (tmp_path / "run").exists()
 
 
-def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        path = folder / name
-        path.write_bytes(change(path.read_bytes()))
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("spoil", "options", "message"),
-    [
-        (None, ("--width", "32"), "--width: 16 there, 32 here"),
-        (None, ("--plan", "other.json"), "--plan: "),
-        (None, ("--steps", "0"), "--steps: 6 there, 0 here"),
-        (None, ("--live-microbatches", "3"), "--live-microbatches: None there, 3 here"),
-        (None, ("--no-compare", "--steps", "7"), "--steps: 6 there, 7 here; --no-compare: True there, False here"),
-        (None, ("--out", "elsewhere"), "--out and --resume name different folders"),
-        (None, ("--text", "SHORTER"), "the text is not the one that the run was trained on"),
-        (lambda folder: (folder / "checkpoint.pt").unlink(), (), "got no such file"),
-        (lambda folder: (folder / "metrics.jsonl").unlink(), (), "the metrics of the run to resume are damaged"),
-        (lambda folder: (folder / "config.json").unlink(), (), "there is no run to resume"),
-        (damage("checkpoint.pt", lambda b: b[: len(b) // 2]), (), "cannot resume from the checkpoint"),
-        (damage("metrics.jsonl", lambda b: b[: len(b) // 2]), (), "the metrics of the run to resume are damaged"),
-        (damage("config.json", lambda b: b[: len(b) // 2]), (), "the options of the run to resume are damaged"),
-        (damage("config.json", lambda b: b.replace(b'"seed": 3', b'"seed": 4')), (), "--seed: 3 there, 4 here"),
-        (damage("config.json", lambda _: b"[]"), (), "the options of the run to resume are damaged"),
-        (damage("plan.json", lambda b: b[: len(b) // 2]), (), "plan.json"),
-        (damage("measured.json", lambda b: b[: len(b) // 2]), (), "the measured steps cannot be read"),
-    ],
-)
-def test_a_run_that_cannot_go_on_as_it_was_is_refused(
-    whole: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[Path], None] | None,
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    (tmp_path / "short.txt").write_text("another text altogether")
-    if spoil is not None:
-        spoil(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    options = tuple(str(tmp_path / "short.txt") if option == "SHORTER" else option for option in options)
-    assert run("--resume", folder, *options, steps=None) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "a refused resume changed files"
-
-
-def test_text_may_move_between_start_and_resume(text: Path, plan: Path, whole: Path, tmp_path: Path) -> None:
-    folder, moved = tmp_path / "run", tmp_path / "moved"
-    shutil.copytree(whole, folder)
-    shutil.copytree(text, moved)
-    assert run("--resume", folder, "--text", moved, "--checkpoint-every", 1, steps=None) == 0
-
-
 def test_a_folder_that_holds_a_run_is_not_written_over(
     text: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,4 +328,4 @@ def test_a_full_disk_is_said_and_the_old_checkpoint_stays(
         when(patch, ("plain", 3), lambda: patch.setattr(os, "fsync", full))
         assert run(*TINY, "--text", text, "--plan", plan, "--out", tmp_path) == 1
     assert "No space left on device" in capsys.readouterr().err
-    assert Checkpoint.load(tmp_path / "checkpoint.pt").done == [("plain", 2)]
+    assert saved(tmp_path).done == [("plain", 2)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from timelyfreeze.cli.checkpoint import Checkpoint
+from tests.cli_job import saved, saved_weights
 from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.data import read_corpus, training_batch, validation_batch
 from timelyfreeze.cli.main import main
@@ -86,7 +86,7 @@ def test_metrics_are_durable_before_the_checkpoint_that_counts_on_them(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.rename
     log = tmp_path / "run" / "metrics.jsonl"
 
     def watched_fsync(descriptor: int) -> None:
@@ -94,13 +94,13 @@ def test_metrics_are_durable_before_the_checkpoint_that_counts_on_them(
         if log.exists() and os.path.samestat(os.fstat(descriptor), log.stat()):
             events.append("metrics")
 
-    def watched_replace(source: str, target: str) -> None:
-        replace(source, target)
-        if target.endswith("checkpoint.pt"):
+    def watched_rename(source: str, target: str) -> None:
+        rename(source, target)
+        if ".tmp-" in str(source) and Path(target).parent.name == "checkpoints":
             events.append("checkpoint")
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "replace", watched_replace)
+    monkeypatch.setattr(os, "rename", watched_rename)
     assert main([*arguments, "--no-compare"]) == 0
     assert events == ["metrics", "checkpoint"] * (STEPS + 1)
 
@@ -124,6 +124,6 @@ def test_gradients_that_are_not_finite_stop_before_they_reach_a_weight(
     error = capsys.readouterr().err
     assert "the norm of the gradients is not finite: got inf (run plain, step 3)" in error
     assert "--resume" in error
-    checkpoint = Checkpoint.load(tmp_path / "run" / "checkpoint.pt")
+    checkpoint = saved(tmp_path / "run")
     assert checkpoint.done == [("plain", 2)]
-    assert all(weight.isfinite().all() for weight in checkpoint.model.values())
+    assert all(weight.isfinite().all() for weight in saved_weights(tmp_path / "run").values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.data import Corpus
@@ -11,6 +13,7 @@ from timelyfreeze.cli.errors import TrainingError
 from timelyfreeze.cli.progress import Reporter
 from timelyfreeze.cli.stopping import StopRequest
 from timelyfreeze.cli.trainer import Trainer
+from timelyfreeze.cli.world import World
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
@@ -29,6 +32,7 @@ def choose_live(
     *,
     reporter: Reporter,
     stop: StopRequest,
+    world: World,
 ) -> tuple[dict[str, int], list[int]]:
     """Measure a plain step's actions on a throw-away model, and choose the number of micro-batches from that.
 
@@ -46,25 +50,31 @@ def choose_live(
     live = schedule.num_microbatches
     begin_s = time.perf_counter()
     reporter.note(f"Measuring steps of {live} micro-batches on a copy of the model, to choose how many to take.")
-    costs, split = _measure(config, corpus, schedule, stop)
+    costs, split = _measure(config, corpus, schedule, stop, world)
     plain_s = plain_makespan_s(costs.adapted(schedule), schedule)
     chosen = {}
     for mode in modes:
-        plan = choose_microbatches(
-            config.schedule,
-            costs,
-            live_microbatches=live,
-            num_ranks=schedule.num_ranks,
-            mode=mode,
-            min_live_ratio=config.min_live_ratio,
-        )
-        chosen[mode] = plan.schedule.num_microbatches
+        num_microbatches, makespan_s = world.first(partial(_chosen, config, costs, schedule, mode))
+        chosen[mode] = num_microbatches
         reporter.note(
             f"mode {mode}: {chosen[mode]} micro-batches, of which every parameter sees {live}: "
-            f"{1e3 * plan.makespan_s:.2f} ms planned, a plain step of {live} takes {1e3 * plain_s:.2f} ms."
+            f"{1e3 * makespan_s:.2f} ms planned, a plain step of {live} takes {1e3 * plain_s:.2f} ms."
         )
     reporter.note(f"That took {time.perf_counter() - begin_s:.1f} s, which no run's times include.")
     return chosen, split
+
+
+def _chosen(config: TrainConfig, costs: ActionCosts, schedule: Schedule, mode: str) -> list[Any]:
+    """How many micro-batches, and how long their step takes."""
+    plan = choose_microbatches(
+        config.schedule,
+        costs,
+        live_microbatches=schedule.num_microbatches,
+        num_ranks=schedule.num_ranks,
+        mode=mode,
+        min_live_ratio=config.min_live_ratio,
+    )
+    return [plan.schedule.num_microbatches, plan.makespan_s]
 
 
 def plain_makespan_s(costs: ActionCosts, schedule: Schedule) -> float:
@@ -74,12 +84,13 @@ def plain_makespan_s(costs: ActionCosts, schedule: Schedule) -> float:
 
 
 def _measure(
-    config: TrainConfig, corpus: Corpus, schedule: Schedule, stop: StopRequest
+    config: TrainConfig, corpus: Corpus, schedule: Schedule, stop: StopRequest, world: World
 ) -> tuple[ActionCosts, list[int]]:
     """The bounds of every action, from real training steps of a model that is then forgotten."""
-    with Trainer(config, corpus, schedule, freeze=_MEASURING, name="measuring") as trainer:
+    with Trainer(config, corpus, schedule, freeze=_MEASURING, name="measuring", world=world) as trainer:
         for step in range(1, _MOST_STEPS + 1):
             trainer.update(step)
+            trainer.agree(stop)
             stop.check()
             if trainer.pipe.plan is not None:
                 return trainer.pipe.plan.costs, list(trainer.pipe.report()["split_points"])

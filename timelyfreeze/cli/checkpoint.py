@@ -1,36 +1,37 @@
-"""checkpoint.pt: where a run stands, whole or not at all, and never trusted blindly when read."""
+"""Where a run stands, whole or not at all, for any number of ranks to go on with."""
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from timelyfreeze.cli.errors import CommandError
-from timelyfreeze.errors import problem
-from timelyfreeze.files import open_atomically
+from timelyfreeze.distributed import CheckpointError, load_checkpoint, save_checkpoint
+from timelyfreeze.distributed.checkpoint_folder import SavedState, find_checkpoint
+from timelyfreeze.distributed.checkpoint_storage import SavedValues
+from timelyfreeze.errors import PlanError, problem, raise_all
+from timelyfreeze.pipeline import FreezingPipeline
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State after a whole step.
+    """State after a whole step, beside that of pipeline and optimizer. Plain JSON data.
 
     Attributes:
         config: the run's options as JSON data, to be compared with config.json.
         corpus: fingerprint of the text.
-        done: for every run so far, in order, its name and the steps done; the last one is the one described below.
+        done: for every run so far, in order, its name and the steps done; the last one is the one whose weights are
+            there.
         elapsed_s: training seconds of that run.
         split: children of the model in each stage, as they were balanced at the start, so that a resumed run splits
             alike; empty before the first step.
         chosen: with ``--live-microbatches``, the number of micro-batches that was chosen for every mode; else empty.
-        model, optimizer, freeze: state dicts.
     """
 
     config: dict[str, Any]
@@ -39,63 +40,67 @@ class Checkpoint:
     elapsed_s: float
     split: list[int]
     chosen: dict[str, int]
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    freeze: dict[str, Any]
 
-    def save(self, path: Path) -> None:
-        """Write it so that a kill at any instant leaves the old one.
+    def save(self, path: Path, pipe: FreezingPipeline, optimizer: torch.optim.Optimizer) -> None:
+        """Write it so that a kill at any instant leaves the old one. All ranks call it together.
 
-        Raises OSError if the folder cannot be written; the old checkpoint is then untouched.
+        Raises CheckpointError on all of them if the folder cannot be written; the old checkpoint is then untouched.
         """
-        # Through memory: torch.save to a file reports a full disk as a RuntimeError about positions.
-        buffer = io.BytesIO()
-        torch.save({"format": _FORMAT, **{f.name: getattr(self, f.name) for f in fields(self)}}, buffer)
-        with open_atomically(path) as file:
-            file.write(buffer.getbuffer())
+        save_checkpoint(path, pipe, optimizer, extra={"format": _FORMAT, **asdict(self)}, keep_last=1)
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
-        """Read with ``weights_only=True`` onto the CPU, after a check of every byte.
+        """Read all but the tensors, whose files must be there.
 
         Raises:
-            CommandError: the file is missing, damaged, or no checkpoint of this command.
+            CommandError: there is none, it is damaged, or no checkpoint of this command.
         """
         try:
-            # torch.load does not verify the CRC-32 that torch.save stores with every record; zipfile does.
-            with zipfile.ZipFile(path) as archive:
-                broken = archive.testzip()
-            if broken is not None:
-                raise zipfile.BadZipFile(f"checksum of {broken} does not match")
-            data = torch.load(path, map_location="cpu", weights_only=True)
-            return cls._of(data)
-        except FileNotFoundError as error:
-            raise _unusable(path, "no such file") from error
-        except Exception as error:  # whatever zipfile, torch and pickle raise on bytes they do not understand
-            raise _unusable(
-                path, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            ) from error
+            folder = find_checkpoint(path)
+            state = SavedState.read(folder)
+            saved = SavedValues(folder)
+            raise_all(CheckpointError, saved.cut_files(saved.paths.values()))
+            return cls.from_json(state.extra)
+        except (CheckpointError, PlanError, OSError, ValueError) as error:
+            raise _unusable(path, str(error)) from error
+
+    @staticmethod
+    def restore(
+        path: Path, pipe: FreezingPipeline, optimizer: torch.optim.Optimizer, *, with_freezing: bool = True
+    ) -> None:
+        """Let pipeline and optimizer go on, after a check of every byte. All ranks call it together.
+
+        Args:
+            with_freezing: False: times are measured anew, as another number of stages needs it.
+
+        Raises:
+            CommandError: on all ranks; it is damaged or does not fit.
+        """
+        try:
+            load_checkpoint(path, pipe, optimizer, freeze_state="load" if with_freezing else "skip")
+        except CheckpointError as error:
+            raise _unusable(path, str(error)) from error
 
     @classmethod
-    def _of(cls, data: object) -> Checkpoint:
+    def from_json(cls, data: Mapping[str, Any]) -> Checkpoint:
+        """Read ``save``'s form; ValueError if it is something else."""
         names = {f.name for f in fields(cls)}
-        if not isinstance(data, Mapping) or data.keys() != {"format", *names}:
+        if data.keys() != {"format", *names}:
             raise ValueError("its entries are not a checkpoint's")
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']!r}, this version reads {_FORMAT}")
-        checkpoint = cls(**{name: data[name] for name in names})
-        if not checkpoint.done or not all(
-            isinstance(getattr(checkpoint, name), dict) for name in ("config", "model", "chosen")
-        ):
+        values = {name: data[name] for name in names}
+        kinds = {"config": dict, "corpus": str, "done": list, "split": list, "chosen": dict}
+        if not values["done"] or not all(isinstance(values[name], kind) for name, kind in kinds.items()):
             raise ValueError("its entries have the wrong types")
-        return checkpoint
+        return cls(**{**values, "done": [(str(run), int(step)) for run, step in values["done"]]})
 
 
 def _unusable(path: Path, what: str) -> CommandError:
     return CommandError(
         problem(
             "cannot resume from the checkpoint",
-            expected="a whole file that `timelyfreeze train --out` wrote",
+            expected="whole files that `timelyfreeze train --out` wrote",
             got=what,
             where=f"'{path}'",
             hint="Check the folder, or start a new run with another --out.",

@@ -22,6 +22,8 @@ StageRatios = tuple[tuple[int, float], ...]
 # Options that resuming may change, because they change neither the numbers of a run nor what its files mean. Text may
 # have moved: its fingerprint is compared instead.
 FREE_TO_CHANGE = frozenset({"checkpoint_every", "text"})
+# And those that say how many ranks there are, where nothing depends on it but times, which are then measured anew.
+RESIZED = frozenset({"stages"})
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class TrainConfig:
     microbatches: int = 8
     microbatch_size: int = 2
     schedule: str = "1f1b"
+    data_parallel: int = 1
     steps: int = 220
     learning_rate: float = 7e-4
     learning_rate_warmup: int = 20
@@ -118,6 +121,7 @@ class TrainConfig:
     def _problems(self) -> list[str]:
         whole = [
             *((name, 1) for name in ("stages", "microbatches", "microbatch_size", "steps", "validation_sequences")),
+            ("data_parallel", 1),
             *((name, 0) for name in ("learning_rate_warmup", "evaluate_every", "checkpoint_every", "seed")),
         ]
         found = [
@@ -232,6 +236,12 @@ class TrainConfig:
         return self.schedule.endswith(".csv")
 
     @property
+    def can_be_resized(self) -> bool:
+        """Whether the run may go on with another number of stages: alone, and without a plan made for this one."""
+        fixed = self.plan is not None or self.has_schedule_file or self.live_microbatches is not None
+        return not (fixed or self.compare or self.stage_max_ratio)
+
+    @property
     def _num_chunks(self) -> int:
         return default_stages_per_rank(self.schedule) if self.stages_per_rank is None else self.stages_per_rank
 
@@ -244,10 +254,14 @@ class TrainConfig:
             stages_per_rank=self._num_chunks,
         )
 
+    def num_sequences(self, num_microbatches: int) -> int:
+        """Sequences of one step with so many micro-batches, of all replicas together."""
+        return num_microbatches * self.microbatch_size * self.data_parallel
+
     @property
     def batch_size(self) -> int:
         """Sequences of one step of the plain run."""
-        return self.microbatches * self.microbatch_size
+        return self.num_sequences(self.microbatches)
 
     @property
     def evaluation_interval(self) -> int:

@@ -28,6 +28,20 @@ class StoppedError(Exception):
         self.signal_number = signal_number
 
 
+class ElsewhereError(Exception):
+    """Another rank of the job failed, and tells why.
+
+    Attributes:
+        rank: which one; -1 where it is not known.
+        exit_code: of this process.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+
 @contextmanager
 def user_errors(doing: str) -> Iterator[None]:
     """Turn what the library says about wrong arguments, or the system about a file, into a ``CommandError``.

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import timelyfreeze
-from timelyfreeze.cli.config import FREE_TO_CHANGE, TrainConfig
-from timelyfreeze.cli.errors import CommandError
+from timelyfreeze.cli.config import FREE_TO_CHANGE, RESIZED, TrainConfig
+from timelyfreeze.cli.errors import CommandError, user_errors
+from timelyfreeze.cli.launch import Launch
 from timelyfreeze.cli.metrics import as_text
 from timelyfreeze.errors import problem
 from timelyfreeze.files import write_atomically
@@ -58,8 +59,9 @@ class RunFolder:
         return self.root / "table.txt"
 
     @property
-    def checkpoint(self) -> Path:
-        return self.root / "checkpoint.pt"
+    def checkpoints(self) -> Path:
+        """Where the last checkpoint is, a folder of its own."""
+        return self.root / "checkpoints"
 
     @property
     def schedule(self) -> Path:
@@ -67,7 +69,7 @@ class RunFolder:
 
     @property
     def _files(self) -> list[Path]:
-        own = [self.config, self.metrics, self.plan, self.measured, self.table, self.checkpoint, self.schedule]
+        own = [self.config, self.metrics, self.plan, self.measured, self.table, self.checkpoints, self.schedule]
         return own + [self.plan_of_mode(mode) for mode in MODES]
 
     @contextmanager
@@ -108,13 +110,16 @@ class RunFolder:
                 ) from error
             yield
 
-    def begin(self, config: TrainConfig, corpus: Corpus) -> None:
+    def begin(self, config: TrainConfig, corpus: Corpus, launch: Launch, *, again: bool = False) -> None:
         """Write config.json into the folder, which must hold no run yet.
+
+        Args:
+            again: it may hold the beginning of this very run.
 
         Raises:
             CommandError: it holds one, or cannot be written.
         """
-        taken = [path.name for path in self._files if path.exists()]
+        taken = [path.name for path in self._files if path.exists() and not again]
         if taken:
             raise CommandError(
                 problem(
@@ -126,12 +131,28 @@ class RunFolder:
                 )
             )
         try:
-            write_atomically(self.config, as_text(_description(config, corpus)))
+            write_atomically(self.config, as_text({**_description(config, corpus), "launch": launch.run_id}))
         except OSError as error:
             raise self._unwritable(error) from error
 
+    def change_options(self, config: TrainConfig) -> None:
+        """Let config.json say that the run goes on with these options; OSError where it cannot be written."""
+        data = json.loads(self.config.read_text(encoding="utf-8"))
+        write_atomically(self.config, as_text({**data, "options": config.to_json()}))
+
+    def is_of(self, launch: Launch) -> bool:
+        """Whether this launch has begun the run, before torchrun started its processes again."""
+        try:
+            data = json.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(data, dict) and launch.follows(data.get("launch"))
+
     def tidy(self) -> None:
-        """Remove what writes that were killed left behind; the files themselves are whole."""
+        """Remove what writes that were killed left behind; the files themselves are whole.
+
+        What is left of a checkpoint goes when the next one is written.
+        """
         for file in self._files:
             for path in self.root.glob(f".{file.name}.*.tmp"):
                 path.unlink(missing_ok=True)
@@ -164,8 +185,10 @@ class RunFolder:
                     hint="Start a new run with another --out.",
                 )
             ) from error
-        self.refuse(saved.differences(typed))
-        return replace(saved, **{name: value for name, value in typed.items() if name in FREE_TO_CHANGE})
+        free = RESIZED if saved.can_be_resized else frozenset()
+        self.refuse(saved.differences({name: value for name, value in typed.items() if name not in free}))
+        with user_errors("the options"):
+            return replace(saved, **{name: value for name, value in typed.items() if name in FREE_TO_CHANGE | free})
 
     def refuse(self, differences: list[str]) -> None:
         """Raise CommandError if options differ that may not when a run is resumed."""

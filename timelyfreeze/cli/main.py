@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 import timelyfreeze
-from timelyfreeze.cli.errors import CommandError, StoppedError, TrainingError
+from timelyfreeze.cli.errors import CommandError, ElsewhereError, StoppedError, TrainingError
+from timelyfreeze.cli.launch import Launch, find_launch
 from timelyfreeze.cli.options import add_train_parser
 from timelyfreeze.cli.plan_options import add_plan_parser
 from timelyfreeze.cli.show_options import add_show_parser
@@ -29,9 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Traceback (most recent call last):
     SystemExit: 0
     """
-    parsed = _parser().parse_args(argv)
     try:
-        return _run(parsed)
+        launch = find_launch()
+    except CommandError as error:
+        return _fail(str(error), EXIT_USAGE)
+    # Of several processes that are told the same wrong thing, one complains.
+    with ExitStack() as silence:
+        if not launch.is_first:
+            silence.enter_context(redirect_stdout(io.StringIO()))
+            silence.enter_context(redirect_stderr(io.StringIO()))
+        parsed = _parser().parse_args(argv)
+    try:
+        return _run(parsed, launch)
+    except ElsewhereError as error:
+        return _fail(str(error), error.exit_code) if str(error) else error.exit_code
     except CommandError as error:
         return _fail(str(error), EXIT_USAGE)
     except StoppedError as error:
@@ -45,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"stopped at once{kept}", EXIT_INTERRUPTED)
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parsed: argparse.Namespace, launch: Launch) -> int:
     # Imported here: --help and typing mistakes need not wait for torch, nor planning and showing.
     if parsed.command == "plan":
         from timelyfreeze.cli.plan_command import plan
@@ -58,7 +72,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from timelyfreeze.cli.options import train_options
     from timelyfreeze.cli.train import train
 
-    return train(train_options(parsed), out=getattr(parsed, "out", None), resume=getattr(parsed, "resume", None))
+    files = {"out": getattr(parsed, "out", None), "resume": getattr(parsed, "resume", None)}
+    return train(train_options(parsed), **files, launch=launch)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,8 @@ RMSNorm, rotary attention and SwiGLU as in LLaMA (arXiv 2302.13971, section 2.2)
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -164,11 +166,14 @@ register_block(
 )
 
 
-def build_model(config: ModelConfig, seed: int) -> nn.Sequential:
+def build_model(config: ModelConfig, seed: int, wanted: Collection[int] | None = None) -> nn.Sequential:
     """Build the model with weights that depend on ``config`` and ``seed`` alone.
 
     Children are ``embedding``, ``block0`` .. and ``head``. Weights come from a generator of their own, so neither the
     global random state nor the later number of stages changes them, and the global state is left as it was.
+
+    Args:
+        wanted: numbers of the children to build; the others are on the meta device, without memory. Default: all.
 
     Raises:
         ValueError: naming every size that is out of range.
@@ -178,16 +183,7 @@ def build_model(config: ModelConfig, seed: int) -> nn.Sequential:
     torch.Size([1, 8, 256])
     """
     raise_all(ValueError, config.problems())
-    with torch.random.fork_rng(devices=[]):
-        children: OrderedDict[str, nn.Module] = OrderedDict()
-        children["embedding"] = nn.Embedding(VOCABULARY_SIZE, config.width)
-        for index in range(config.num_layers):
-            children[f"block{index}"] = Block(config)
-        head = Head(config)
-        children["head"] = head
-        if config.tied:
-            head.projection.weight = children["embedding"].weight  # type: ignore[assignment]
-        model = nn.Sequential(children)
+    model = _assemble(config, range(config.num_layers + 2) if wanted is None else wanted)
     generator = torch.Generator().manual_seed(seed)
     # Layers that write into the residual stream start smaller by the square root of their number (GPT-2's rule), so
     # that the stream's variance does not grow with depth.
@@ -196,8 +192,38 @@ def build_model(config: ModelConfig, seed: int) -> nn.Sequential:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 std = residual_std if name.endswith(("output.weight", "down.weight")) else _INIT_STD
-                parameter.normal_(0.0, std, generator=generator)
+                # What has no memory is drawn all the same, and forgotten: what comes after it must not change.
+                target = torch.empty(parameter.shape) if parameter.is_meta else parameter
+                target.normal_(0.0, std, generator=generator)
     return model
+
+
+def without_memory(config: ModelConfig) -> nn.Sequential:
+    """The model on the meta device: its names and sizes."""
+    return _assemble(config, ())
+
+
+def _assemble(config: ModelConfig, wanted: Collection[int]) -> nn.Sequential:
+    """The children, those not wanted on the meta device; a tied embedding is there wherever the head is."""
+    last = config.num_layers + 1
+    present = {*wanted, *((0, last) if config.tied and (0 in wanted or last in wanted) else ())}
+
+    def place(index: int) -> AbstractContextManager[object]:
+        return nullcontext() if index in present else torch.device("meta")
+
+    with torch.random.fork_rng(devices=[]):
+        children: OrderedDict[str, nn.Module] = OrderedDict()
+        with place(0):
+            children["embedding"] = nn.Embedding(VOCABULARY_SIZE, config.width)
+        for index in range(config.num_layers):
+            with place(index + 1):
+                children[f"block{index}"] = Block(config)
+        with place(last):
+            head = Head(config)
+        children["head"] = head
+        if config.tied:
+            head.projection.weight = children["embedding"].weight  # type: ignore[assignment]
+        return nn.Sequential(children)
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -74,11 +74,18 @@ def _add_data_and_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline")
-    _add(group, "stages", int, f"pipeline stages (default: enough for {DEFAULT_RANKS} ranks)", default=False)
+    _add(
+        group,
+        "stages",
+        int,
+        f"pipeline stages (default: enough for {DEFAULT_RANKS} ranks; under torchrun, for all of its processes)",
+        default=False,
+    )
     _add(group, "stages_per_rank", int, "stages that a rank holds (default: the schedule's own)", default=False)
     _add(group, "microbatches", int, "micro-batches of a step")
     _add(group, "microbatch_size", int, "sequences in a micro-batch")
     _add(group, "schedule", str, f"{', '.join(schedule_names())}, or a .csv file", metavar="NAME")
+    _add(group, "data_parallel", int, "under torchrun: replicas of the pipeline, each with micro-batches of its own")
     _add(group, "device", str, "auto takes all GPUs, else the CPU", choices=DEVICES)
     _add(group, "dtype", str, "bfloat16 trains under autocast", choices=DTYPES)
 

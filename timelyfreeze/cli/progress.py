@@ -32,6 +32,22 @@ class Reporter(Protocol):
         """The run is over, or has been broken off."""
 
 
+class SilentReporter:
+    """For processes that another one speaks for."""
+
+    def begin_run(self, run: str, num_steps: int, done: int) -> None:
+        pass
+
+    def show(self, row: StepRow) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def end_run(self) -> None:
+        pass
+
+
 def make_reporter(console: Console) -> Reporter:
     """A live bar where ``console`` is a terminal, else lines."""
     return LiveReporter(console) if console.is_terminal else LineReporter(console)

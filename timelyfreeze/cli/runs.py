@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from timelyfreeze.cli.calibrate import choose_live
@@ -17,6 +18,7 @@ from timelyfreeze.cli.progress import Reporter
 from timelyfreeze.cli.stopping import StopRequest
 from timelyfreeze.cli.table import FEWER, FREEZE, PLAIN
 from timelyfreeze.cli.trainer import Trainer
+from timelyfreeze.cli.world import World
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.planner import Plan
 from timelyfreeze.runtime.engine import StepTimes
@@ -41,6 +43,9 @@ class Job:
 
     Attributes:
         schedule: of the plain run.
+        folder: of the run's files, on the process that writes them.
+        world: the processes that train together.
+        checkpoints: where all of them save; None saves none.
         split: index of the child with which each stage from 1 on begins: balanced once, the same for all runs.
         chosen: with ``--live-microbatches``, the number of micro-batches that was chosen for every mode.
         done: for every run so far, in order, its name and the steps done.
@@ -56,6 +61,8 @@ class Job:
     log: MetricsLog
     reporter: Reporter
     stop: StopRequest
+    world: World
+    checkpoints: Path | None = None
     split: list[int] | None = None
     chosen: dict[str, int] = field(default_factory=dict)
     done: list[tuple[str, int]] = field(default_factory=list)
@@ -103,8 +110,8 @@ class Job:
         )
 
 
-def run_all(job: Job, checkpoint: Checkpoint | None) -> None:
-    """Run what is not done yet, going on from ``checkpoint``.
+def run_all(job: Job, checkpoint: Checkpoint | None, *, with_freezing: bool = True) -> None:
+    """Run what is not done yet, going on from ``checkpoint``, with its freezing state or without.
 
     Raises:
         StageError: user code failed in a stage, or a loss was not finite; the last checkpoint stays.
@@ -112,13 +119,13 @@ def run_all(job: Job, checkpoint: Checkpoint | None) -> None:
     """
     if job.config.live_microbatches is not None and not job.chosen:
         job.chosen, job.split = choose_live(
-            job.config, job.corpus, job.schedule, job.modes, reporter=job.reporter, stop=job.stop
+            job.config, job.corpus, job.schedule, job.modes, reporter=job.reporter, stop=job.stop, world=job.world
         )
     finished = {run for run, num_steps in job.done if num_steps == job.config.steps}
     for spec in job.specs:
         if spec.name not in finished:
             going_on = checkpoint is not None and checkpoint.done[-1][0] == spec.name
-            TrainingRun(job, spec).train(checkpoint if going_on else None)
+            TrainingRun(job, spec).train(checkpoint if going_on else None, with_freezing=with_freezing)
 
 
 class _TimedStep(NamedTuple):
@@ -140,25 +147,28 @@ class TrainingRun:
         self._recent: deque[_TimedStep] = deque(maxlen=_RECENT_STEPS)
         self._plan: Plan | None = None
         self._failure: str | None = None
-        self.trainer = Trainer(
-            job.config,
-            job.corpus,
-            spec.schedule,
-            freeze=None if spec.mode is None else replace(job.freeze_config(), mode=spec.mode),
-            split=job.split,
-            batch_size=max(s.schedule.num_microbatches for s in job.specs) * job.config.microbatch_size,
-            name=spec.name,
-        )
+        with job.stop.suspended():
+            self.trainer = Trainer(
+                job.config,
+                job.corpus,
+                spec.schedule,
+                freeze=None if spec.mode is None else replace(job.freeze_config(), mode=spec.mode),
+                split=job.split,
+                batch_size=job.config.num_sequences(max(s.schedule.num_microbatches for s in job.specs)),
+                name=spec.name,
+                world=job.world,
+            )
 
-    def train(self, checkpoint: Checkpoint | None) -> None:
+    def train(self, checkpoint: Checkpoint | None, *, with_freezing: bool = True) -> None:
         """Train to the end; raises what ``run_all`` does."""
         job, num_steps = self.job, self.config.steps
         with self.trainer:
-            first = self._begin(checkpoint)
+            first = self._begin(checkpoint, with_freezing)
             job.reporter.begin_run(self.spec.name, num_steps, first - 1)
             try:
                 for step in range(first, num_steps + 1):
                     row = self._step(step)
+                    self.trainer.agree(job.stop)
                     job.log.append(row)
                     job.reporter.show(row)
                     job.done[-1] = (self.spec.name, step)
@@ -170,13 +180,12 @@ class TrainingRun:
                 job.reporter.end_run()
         job.stop.check()
 
-    def _begin(self, checkpoint: Checkpoint | None) -> int:
+    def _begin(self, checkpoint: Checkpoint | None, with_freezing: bool) -> int:
         """Restore, or measure the start; returns the first step to do."""
         job, trainer = self.job, self.trainer
         if checkpoint is not None:
-            trainer.pipe.load_freeze_state_dict(checkpoint.freeze)
-            trainer.pipe.load_state_dict(checkpoint.model)
-            trainer.optimizer.load_state_dict(checkpoint.optimizer)
+            assert job.checkpoints is not None
+            checkpoint.restore(job.checkpoints, trainer.pipe, trainer.optimizer, with_freezing=with_freezing)
             self.elapsed_s = checkpoint.elapsed_s
             return job.done[-1][1] + 1
         job.done.append((self.spec.name, 0))
@@ -247,10 +256,11 @@ class TrainingRun:
         job, pipe = self.job, self.trainer.pipe
         self._tell_failure()
         self._keep_measured()
-        if job.folder is None:
+        if job.folder is not None:
+            job.log.sync()
+            write_measured(job.folder.measured, job.measured.values())
+        if job.checkpoints is None:
             return
-        job.log.sync()
-        write_measured(job.folder.measured, job.measured.values())
         Checkpoint(
             config=self.config.to_json(),
             corpus=job.corpus.fingerprint,
@@ -258,7 +268,4 @@ class TrainingRun:
             elapsed_s=self.elapsed_s,
             split=list(job.split or []),
             chosen=dict(job.chosen),
-            model=pipe.state_dict(),
-            optimizer=self.trainer.optimizer.state_dict(),
-            freeze=pipe.freeze_state_dict(),
-        ).save(job.folder.checkpoint)
+        ).save(job.checkpoints, pipe, self.trainer.optimizer)

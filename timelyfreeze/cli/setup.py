@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from timelyfreeze.cli.checkpoint import Checkpoint
-from timelyfreeze.cli.config import DEFAULT_RANKS, TrainConfig, option, shown
+from timelyfreeze.cli.config import DEFAULT_RANKS, RESIZED, TrainConfig, option, shown
 from timelyfreeze.cli.data import Corpus, read_corpus
 from timelyfreeze.cli.errors import CommandError, user_errors
 from timelyfreeze.cli.folder import RunFolder
+from timelyfreeze.cli.launch import Launch
 from timelyfreeze.cli.measured import MeasuredRun, read_measured
 from timelyfreeze.cli.metrics import StepRow, read_rows
 from timelyfreeze.cli.plan_options import option_errors
+from timelyfreeze.distributed import latest_checkpoint
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze.config import check_fits
 from timelyfreeze.planner import Plan
@@ -36,6 +38,8 @@ class Setup:
         checkpoint, rows, measured: where to go on, the metrics up to there, and a step of every run; None and empty for
             a new job.
         plan: the plan found before the checkpoint, if there is one.
+        checkpoints: where all ranks save, also those that write no other file.
+        resized: the checkpoint is of another number of stages.
     """
 
     config: TrainConfig
@@ -47,41 +51,64 @@ class Setup:
     rows: list[StepRow] = field(default_factory=list)
     measured: list[MeasuredRun] = field(default_factory=list)
     plan: Plan | None = None
+    checkpoints: Path | None = None
+    resized: bool = False
 
 
-def start(typed: Mapping[str, Any], out: str | None, held: ExitStack) -> Setup:
-    """Check the options, read the text, and create the folder.
+def make_setup(launch: Launch, typed: Mapping[str, Any], out: str | None, resume: str | None, held: ExitStack) -> Setup:
+    """A new job, or one to go on with: as asked, or because torchrun has started this command again.
 
     Args:
-        typed, out: as ``train`` takes them.
+        launch: the processes that are to train; this one speaks for all of them.
+        typed, out, resume: as ``train`` takes them.
         held: gets what is to be released at the job's end: the folder's lock.
+
+    Raises:
+        CommandError: something is wrong with them; nothing was changed.
+    """
+    if resume is not None:
+        return take_up(RunFolder(Path(resume)), typed, out, held, launch)
+    if out is None or not RunFolder(Path(out)).is_of(launch):
+        return start(typed, out, held, launch)
+    if latest_checkpoint(RunFolder(Path(out)).checkpoints) is None:
+        return start(typed, out, held, launch, again=True)
+    return take_up(RunFolder(Path(out)), typed, None, held, launch)
+
+
+def start(typed: Mapping[str, Any], out: str | None, held: ExitStack, launch: Launch, *, again: bool = False) -> Setup:
+    """Check the options, read the text, and create the folder. Arguments as of ``make_setup``.
+
+    Args:
+        again: the folder may hold the beginning of this very job.
 
     Raises:
         CommandError: something is wrong with them; nothing was written.
     """
     with option_errors("reading the schedule or the plan"):
-        config, schedule = _config_and_schedule(typed)
+        config, schedule = _config_and_schedule(typed, launch)
         fixed_plan = None if config.plan is None else Plan.load(config.plan)
         if fixed_plan is not None:
             check_fits(fixed_plan, schedule)
             config = _under_plan(config, fixed_plan, typed)
+    check_world(config, schedule, launch)
     _check_device(config)
     with user_errors("reading the text"):
         corpus = read_corpus(config.text, sequence_length=config.sequence_length)
     folder = None if out is None else RunFolder(Path(out))
     if folder is not None:
         held.enter_context(folder.made())
-        folder.begin(config, corpus)
+        folder.begin(config, corpus, launch, again=again)
         # Resuming must not depend on files elsewhere, which may change or go.
         if fixed_plan is not None:
             fixed_plan.save(folder.plan)
         if config.has_schedule_file:
             schedule.to_csv(folder.schedule)
-    return Setup(config, corpus, schedule, fixed_plan, folder, plan=fixed_plan)
+    checkpoints = None if folder is None else folder.checkpoints
+    return Setup(config, corpus, schedule, fixed_plan, folder, plan=fixed_plan, checkpoints=checkpoints)
 
 
-def take_up(folder: RunFolder, typed: Mapping[str, Any], out: str | None, held: ExitStack) -> Setup:
-    """Read a run's folder and check that it can go on as it was. Arguments as of ``start``.
+def take_up(folder: RunFolder, typed: Mapping[str, Any], out: str | None, held: ExitStack, launch: Launch) -> Setup:
+    """Read a run's folder and check that it can go on as it was. Arguments as of ``make_setup``.
 
     Raises:
         CommandError: a file is missing or damaged, or an option that matters differs; nothing was changed.
@@ -95,12 +122,15 @@ def take_up(folder: RunFolder, typed: Mapping[str, Any], out: str | None, held: 
                 hint="Leave out --out to go on in the same folder.",
             )
         )
-    config = folder.read_config(typed)
+    config = _fitted(folder.read_config(typed), typed, launch)
     held.enter_context(folder.locked())
     _check_device(config)
     with user_errors("reading the text"):
         corpus = read_corpus(config.text, sequence_length=config.sequence_length)
     checkpoint = _read_checkpoint(folder, config, corpus)
+    resized = checkpoint.config["stages"] != config.stages
+    if resized:
+        checkpoint = replace(checkpoint, split=[])
     rows = read_rows(folder.metrics, checkpoint.done)
     runs = {run for run, _ in checkpoint.done}
     measured = [run for run in read_measured(folder.measured) if run.name in runs]
@@ -109,18 +139,57 @@ def take_up(folder: RunFolder, typed: Mapping[str, Any], out: str | None, held: 
             schedule = Schedule.from_csv(folder.schedule, name=Path(config.schedule).stem)
         else:
             schedule = config.sized_schedule(config.microbatches)
-        plan = Plan.load(folder.plan) if config.plan is not None or folder.plan.exists() else None
+        known = config.plan is not None or (folder.plan.exists() and not resized)
+        plan = Plan.load(folder.plan) if known else None
+    check_world(config, schedule, launch)
     fixed_plan = None if config.plan is None else plan
-    return Setup(config, corpus, schedule, fixed_plan, folder, checkpoint, rows, measured, plan)
+    if resized:
+        folder.change_options(config)
+    return Setup(
+        config, corpus, schedule, fixed_plan, folder, checkpoint, rows, measured, plan, folder.checkpoints, resized
+    )
+
+
+def check_world(config: TrainConfig, schedule: Schedule, launch: Launch) -> None:
+    """CommandError unless there is a process for every rank of every replica, or one for them all."""
+    needed = schedule.num_ranks * config.data_parallel
+    if launch.size == needed or (launch.size == 1 and config.data_parallel == 1):
+        return
+    replicas = f" of {config.data_parallel} replicas" if config.data_parallel > 1 else ""
+    raise CommandError(
+        problem(
+            "the pipeline's ranks and the processes disagree",
+            expected=f"{needed} processes, one for each of {schedule.num_ranks} ranks{replicas}",
+            got=launch.size,
+            hint=f"Start it with torchrun and {needed} processes in all, or take other --stages or --data-parallel.",
+        )
+    )
+
+
+def _fitted(config: TrainConfig, typed: Mapping[str, Any], launch: Launch) -> TrainConfig:
+    """The options of a run that goes on, with a stage for every process where that may change and nobody says else."""
+    if launch.size == 1 or "stages" in typed or not config.can_be_resized:
+        return config
+    with user_errors("the options"):
+        return replace(
+            config, stages=_stages_for(config.schedule, config.stages_per_rank, config.data_parallel, launch)
+        )
+
+
+def _stages_for(schedule: str, stages_per_rank: int | None, data_parallel: int, launch: Launch) -> int:
+    """As many as all processes hold, or a few threads."""
+    num_ranks = DEFAULT_RANKS if launch.size == 1 else max(1, launch.size // max(1, data_parallel))
+    return default_num_stages(schedule, stages_per_rank, num_ranks)
 
 
 def _read_checkpoint(folder: RunFolder, config: TrainConfig, corpus: Corpus) -> Checkpoint:
-    checkpoint = Checkpoint.load(folder.checkpoint)
+    checkpoint = Checkpoint.load(folder.checkpoints)
     try:
         saved = TrainConfig.from_json(checkpoint.config)
     except ValueError as error:
-        raise CommandError(problem("checkpoint.pt holds no options of this command", got=str(error))) from error
-    folder.refuse(saved.differences(vars(config)))
+        raise CommandError(problem("the checkpoint holds no options of this command", got=str(error))) from error
+    free = RESIZED if config.can_be_resized else frozenset()
+    folder.refuse(saved.differences({name: value for name, value in vars(config).items() if name not in free}))
     if checkpoint.corpus != corpus.fingerprint:
         raise CommandError(
             problem(
@@ -133,7 +202,7 @@ def _read_checkpoint(folder: RunFolder, config: TrainConfig, corpus: Corpus) -> 
     return checkpoint
 
 
-def _config_and_schedule(typed: Mapping[str, Any]) -> tuple[TrainConfig, Schedule]:
+def _config_and_schedule(typed: Mapping[str, Any], launch: Launch) -> tuple[TrainConfig, Schedule]:
     path = str(typed.get("schedule", ""))
     if typed.get("live_microbatches") is not None:
         if "max_ratio" in typed:
@@ -143,8 +212,8 @@ def _config_and_schedule(typed: Mapping[str, Any]) -> tuple[TrainConfig, Schedul
         typed = {"microbatches": typed["live_microbatches"], **typed}
     if not path.endswith(".csv"):
         if "stages" not in typed:
-            per_rank = typed.get("stages_per_rank")
-            typed = {**typed, "stages": default_num_stages(path or TrainConfig.schedule, per_rank, DEFAULT_RANKS)}
+            per_rank, replicas = typed.get("stages_per_rank"), typed.get("data_parallel", 1)
+            typed = {**typed, "stages": _stages_for(path or TrainConfig.schedule, per_rank, replicas, launch)}
         config = TrainConfig(**typed)
         return config, config.sized_schedule(config.microbatches)
     schedule = Schedule.from_csv(path)

@@ -52,7 +52,7 @@ def status_line(job: JobState) -> str:
     if job.status == RUNNING and job.rows:
         run, rows = list(job.rows.items())[-1]
         text += f", step {rows[-1].step} of {run}"
-    if job.status == STOPPED and job.folder.checkpoint.exists():
+    if job.status == STOPPED and job.folder.checkpoints.exists():
         text += f"; go on with: timelyfreeze train --resume {shlex.quote(str(job.folder.root))}"
     return text
 

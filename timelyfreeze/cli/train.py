@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +13,26 @@ from rich.console import Console
 from timelyfreeze.cli.calibrate import plain_makespan_s
 from timelyfreeze.cli.errors import StoppedError, TrainingError
 from timelyfreeze.cli.folder import RunFolder
+from timelyfreeze.cli.launch import Launch
 from timelyfreeze.cli.metrics import MetricsLog
-from timelyfreeze.cli.progress import Reporter, make_reporter
+from timelyfreeze.cli.progress import Reporter, SilentReporter, make_reporter
 from timelyfreeze.cli.runs import Job, RunSpec, run_all
-from timelyfreeze.cli.setup import Setup, start, take_up
+from timelyfreeze.cli.setup import Setup
+from timelyfreeze.cli.sharing import shared_setup
 from timelyfreeze.cli.stopping import StopRequest
 from timelyfreeze.cli.table import render, steady_steps, summarize_run
+from timelyfreeze.cli.world import World
 from timelyfreeze.errors import StageError
 from timelyfreeze.files import write_atomically
 
 
 def train(
-    typed: Mapping[str, Any], *, out: str | None = None, resume: str | None = None, console: Console | None = None
+    typed: Mapping[str, Any],
+    *,
+    out: str | None = None,
+    resume: str | None = None,
+    console: Console | None = None,
+    launch: Launch | None = None,
 ) -> int:
     """Run the job and print its table; returns the exit code 0.
 
@@ -34,52 +41,60 @@ def train(
         out: folder for the run's files; None writes none.
         resume: folder of the run to go on with.
         console: where progress and table go; by default standard output.
+        launch: the processes that train together, each with its own stages; None: this one alone.
 
     Raises:
         CommandError: wrong options or text, or a folder that cannot be used; nothing was trained.
         TrainingError: a stage raised, or a loss was not finite.
         StoppedError: a signal asked for an end.
+        ElsewhereError: another process has raised one of these, and tells.
         OSError: a file of the run could not be written.
     """
-    reporter = make_reporter(console or Console())
-    with ExitStack() as held:
-        setup = start(typed, out, held) if resume is None else take_up(RunFolder(Path(resume)), typed, out, held)
-        _train(setup, reporter)
+    world = World(launch)
+    reporter = make_reporter(console or Console()) if world.is_first else SilentReporter()
+    with world.told_once(), world.joined(), ExitStack() as held:
+        setup = shared_setup(world, typed, out, resume, held)
+        _train(setup, reporter, world)
     return 0
 
 
-def _train(setup: Setup, reporter: Reporter) -> None:
+def _train(setup: Setup, reporter: Reporter, world: World) -> None:
     if setup.config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(1)  # a stage is a thread of its own; OpenMP teams in each would fight over the cores
     reporter.note(setup.corpus.describe())
     log = MetricsLog(None if setup.folder is None else setup.folder.metrics, setup.rows)
     try:
-        with StopRequest(lambda: reporter.note("Stopping after this step; Ctrl-C again stops at once.")) as stop:
-            job = _job(setup, log, reporter, stop)
+        with StopRequest(
+            lambda: reporter.note("Stopping after this step; Ctrl-C again stops at once."), is_shared=world.has_others
+        ) as stop:
+            job = _job(setup, log, reporter, stop, world)
             _run(job, setup)
     finally:
         log.close()
-    _finish(job, reporter)
+    if world.is_first:
+        _finish(job, reporter)
 
 
-def _job(setup: Setup, log: MetricsLog, reporter: Reporter, stop: StopRequest) -> Job:
-    job = Job(setup.config, setup.corpus, setup.schedule, setup.fixed_plan, setup.folder, log, reporter, stop)
+def _job(setup: Setup, log: MetricsLog, reporter: Reporter, stop: StopRequest, world: World) -> Job:
+    job = Job(setup.config, setup.corpus, setup.schedule, setup.fixed_plan, setup.folder, log, reporter, stop, world)
+    job.checkpoints = setup.checkpoints
     job.plan = setup.plan
     job.measured = {run.name: run for run in setup.measured}
     if setup.checkpoint is not None:
-        job.split = list(setup.checkpoint.split)
+        job.split = list(setup.checkpoint.split) or None
         job.chosen = dict(setup.checkpoint.chosen)
         job.done = list(setup.checkpoint.done)
         run, step = job.done[-1]
         if setup.folder is not None:
             setup.folder.tidy()
-        reporter.note(f"Going on after step {step} of {run}.")
+        anew = f", now with --stages {setup.config.stages}; times are measured anew" if setup.resized else ""
+        reporter.note(f"Going on after step {step} of {run}{anew}.")
     return job
 
 
 def _run(job: Job, setup: Setup) -> None:
     try:
-        run_all(job, setup.checkpoint)
+        run_all(job, setup.checkpoint, with_freezing=not setup.resized)
     except StoppedError as error:
         at = f"after step {job.done[-1][1]} of {job.done[-1][0]}" if job.done else "before the first step"
         raise StoppedError(f"stopped {at}; {_way_on(job)}", error.signal_number) from None
@@ -106,7 +121,7 @@ def _finish(job: Job, reporter: Reporter) -> None:
     """Print the table and write table.txt."""
     frozen = [spec.name for spec in job.specs if spec.mode is not None]
     steady = set.intersection(*(steady_steps(job.log.of(name)) for name in frozen))
-    tokens_per_sequence = job.config.microbatch_size * job.config.sequence_length
+    tokens_per_microbatch = job.config.num_sequences(1) * job.config.sequence_length
     summaries = []
     for spec in job.specs:
         num_microbatches = spec.schedule.num_microbatches
@@ -115,7 +130,7 @@ def _finish(job: Job, reporter: Reporter) -> None:
                 job.log.of(spec.name),
                 steady,
                 num_microbatches=num_microbatches,
-                tokens_per_step=num_microbatches * tokens_per_sequence,
+                tokens_per_step=num_microbatches * tokens_per_microbatch,
                 predicted_s=_plain_s(job, spec) if spec.mode is None else None,
             )
         )
