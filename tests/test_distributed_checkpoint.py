@@ -276,7 +276,6 @@ def freezing_pipeline(schedule="1f1b", stages=2, freeze=True):
     config = FreezeConfig(warmup_steps=1, ramp_steps=1) if freeze else None
     points = [2] if stages == 2 else [1, 2, 3]
     pipe = FreezingPipeline(model, stages, 4, schedule=schedule, loss_fn=F.mse_loss, freeze=config, split_points=points)
-    pipe.process_group = None
     return pipe
 
 
@@ -329,7 +328,6 @@ def test_a_resumed_pipeline_has_the_same_losses_bit_for_bit(tmp_path):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(4)])
         config = FreezeConfig(plan=fixed_plan(2, 4, 0.5), ramp_steps=4)
         pipe = FreezingPipeline(model, 2, 4, loss_fn=F.mse_loss, freeze=config, split_points=[2])
-        pipe.process_group = None
         return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
 
     pipe, optimizer = start()
