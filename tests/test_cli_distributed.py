@@ -236,5 +236,8 @@ def test_processes_stop_when_they_have_agreed_and_take_torchruns_echo_for_the_sa
         signal.raise_signal(signal.SIGTERM)  # torchrun passes on what the terminal has sent
         assert stop.own_signal == signal.SIGINT
         assert not stop.requested
+        with stop.suspended():  # a rank that waits for one that is gone must not wait to be told
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         stop.agree([None, stop.own_signal])
         assert stop.requested

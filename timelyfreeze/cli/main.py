@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: training failed (a stage raised, or a loss was not finite), a file could not be written, or a part of a
     run that is shown could not be read. 2: wrong use.
     130: stopped by Ctrl-C (143: by SIGTERM), where training saves the checkpoint if there is an ``--out``.
+    Of several processes that torchrun has started, one tells what went wrong; the others end with 1 and a line that
+    names it, or, stopped by a signal, without a word and with the same code.
 
     >>> main(["--version"])
     Traceback (most recent call last):
