@@ -34,8 +34,10 @@ MAY_IMPORT = {
     "freeze": BASE | {"_C", "compiled", "ops", "schedule", "cost", "planner"},
     "distributed": BASE | {"_C", "schedule", "cost", "planner", "runtime", "freeze"},
     "asynchronous": BASE | {"_C", "ops", "schedule", "runtime"},
+    "pipeline_state": BASE | {"schedule", "planner", "runtime", "freeze"},
     "pipeline": BASE
-    | {"_C", "acceleration", "schedule", "cost", "planner", "ops", "runtime", "freeze", "distributed", "asynchronous"},
+    | {"_C", "acceleration", "schedule", "cost", "planner", "ops", "runtime", "freeze", "distributed", "asynchronous"}
+    | {"pipeline_state"},
     "compat": BASE | {"schedule", "runtime", "freeze", "pipeline"},
     "cli": BASE
     | {"acceleration", "schedule", "cost", "planner", "viz", "freeze", "runtime", "distributed", "pipeline"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.freeze.groups import check_patterns
 from timelyfreeze.freeze.session import FreezeSession, as_tensors, gradient_factors
+from timelyfreeze.pipeline_state import ResumablePipeline
 from timelyfreeze.runtime.arguments import (
     check_arguments,
     default_devices,
@@ -27,20 +28,19 @@ from timelyfreeze.runtime.arguments import (
 from timelyfreeze.runtime.assembly import StageAssembly
 from timelyfreeze.runtime.clipping import Clipping
 from timelyfreeze.runtime.engine import Engine, EngineStep
-from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
+from timelyfreeze.runtime.microbatch import Microbatch, take_batch
 from timelyfreeze.runtime.partition import known_split_points
 from timelyfreeze.runtime.ranks import Closing, Opening, Ranks, ThreadRanks
 from timelyfreeze.runtime.results import StepResult, join_outputs, scale_of, send_input_gradients, step_loss
 from timelyfreeze.runtime.scaling import note_overflow
 from timelyfreeze.runtime.sources import StageSource, own_children, own_device
-from timelyfreeze.runtime.wrapping import ModelWrapper
 from timelyfreeze.schedule import Schedule
 
 if TYPE_CHECKING:
-    from timelyfreeze.planner import Plan
+    pass
 
 
-class FreezingPipeline(ModelWrapper):
+class FreezingPipeline(ResumablePipeline):
     """Trains a model split over pipeline stages, leaving out weight gradients where the schedule can use the time.
 
     Args:
@@ -121,11 +121,9 @@ class FreezingPipeline(ModelWrapper):
         with self._ranks.making():
             source = StageSource(model, stages, init_fn)
             rank_devices = default_devices(devices) if ranks is None else own_device(devices)
-            if num_stages is None and source.gives_stages:
-                num_stages = source.num_children
             if num_stages is None:
                 num_ranks = max(2, len(rank_devices)) if ranks is None else ranks.num_ranks
-                num_stages = default_num_stages(schedule, stages_per_rank, num_ranks)
+                num_stages = default_num_stages(source, schedule, stages_per_rank, num_ranks)
             check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, max_pending_bytes)
             self.schedule = make_schedule(
                 schedule, num_stages, num_microbatches, stages_per_rank, None if freeze is None else freeze.fixed_plan
@@ -342,7 +340,7 @@ class FreezingPipeline(ModelWrapper):
             )
             return engine, done
 
-    # --- plan and state ---------------------------------------------------------------------------------------
+    # --- all ranks --------------------------------------------------------------------------------------------
 
     @property
     def process_group(self) -> Any:
@@ -359,43 +357,6 @@ class FreezingPipeline(ModelWrapper):
         """
         with self._calling(self._step_index):
             return self._ranks.gather(value)
-
-    @property
-    def plan(self) -> Plan | None:
-        """What is left out where, once it is known."""
-        return None if self._freezing is None else self._freezing.controller.plan
-
-    def report(self) -> dict[str, Any]:
-        """Planned and measured times by action, phases and plan switches so far, as plain data."""
-        base = {"step": self._step_index, "schedule": self.schedule.name, "split_points": self._assembly.split_points}
-        return base | ({} if self._freezing is None else self._freezing.controller.report())
-
-    def freeze_state_dict(self) -> dict[str, Any]:
-        """Where training stands (step, phase, samples, plan): with it a resumed run goes on exactly."""
-        state: dict[str, Any] = {"step": self._step_index, "split_points": self._assembly.split_points}
-        if self._freezing is not None:
-            state["freezing"] = self._freezing.controller.state_dict()
-        return state
-
-    def load_freeze_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``freeze_state_dict`` was taken."""
-        if ("freezing" in state) != (self._freezing is not None):
-            raise ValueError(
-                problem(
-                    "freeze state",
-                    expected="freezing" if self._freezing is not None else "no freezing",
-                    got="freezing" if "freezing" in state else "no freezing",
-                    hint="Create the pipeline with the freeze= that it was saved with.",
-                )
-            )
-        points = state["split_points"]
-        if points is not None:
-            points = self._assembly.check_split_points(points)
-        if self._freezing is not None:
-            self._freezing.controller.load_state_dict(state["freezing"])
-        self._step_index = int(state["step"])
-        if points is not None:
-            self._assembly.set_split_points(points)
 
     def close(self) -> None:
         """Let the workers go. Calling it twice is harmless."""
@@ -445,13 +406,13 @@ class FreezingPipeline(ModelWrapper):
     ) -> list[Microbatch]:
         if self._closed:
             raise ValueError(problem("the pipeline is closed", hint="Create a new FreezingPipeline."))
-        if microbatches is not None:
-            if args or kwargs or target is not None:
-                raise ValueError(problem("arguments", expected="a batch or microbatches=, not both", got="both"))
-            return as_microbatches(microbatches, self.num_microbatches, has_target=needs_target)
-        first, last = self._ranks.ends
-        if not (args or kwargs or target is not None or first):
-            return []  # what other ranks take is theirs to bring
-        if needs_target and target is None and self._loss_fn is not None and last:
-            raise ValueError(problem("target", expected="what loss_fn takes beside the output", got=None))
-        return split_batch(args, kwargs, target, self.num_microbatches)
+        takes_target = needs_target and self._loss_fn is not None
+        return take_batch(
+            args,
+            kwargs,
+            target,
+            microbatches,
+            self.num_microbatches,
+            has_target=needs_target,
+            needs=self._ranks.ends if takes_target else (self._ranks.ends[0], False),
+        )

@@ -23,7 +23,7 @@ from timelyfreeze.distributed import latest_checkpoint
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze.config import check_fits
 from timelyfreeze.planner import Plan
-from timelyfreeze.runtime.arguments import default_num_stages
+from timelyfreeze.runtime.arguments import stages_for_ranks
 from timelyfreeze.schedule import Schedule
 
 
@@ -179,7 +179,7 @@ def _fitted(config: TrainConfig, typed: Mapping[str, Any], launch: Launch) -> Tr
 def _stages_for(schedule: str, stages_per_rank: int | None, data_parallel: int, launch: Launch) -> int:
     """As many as all processes hold, or a few threads."""
     num_ranks = DEFAULT_RANKS if launch.size == 1 else max(1, launch.size // max(1, data_parallel))
-    return default_num_stages(schedule, stages_per_rank, num_ranks)
+    return stages_for_ranks(schedule, stages_per_rank, num_ranks)
 
 
 def _read_checkpoint(folder: RunFolder, config: TrainConfig, corpus: Corpus) -> Checkpoint:

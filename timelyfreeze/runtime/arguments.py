@@ -152,8 +152,15 @@ def _find_schedule(
     return made
 
 
-def default_num_stages(schedule: str | PathLike[str] | Schedule, stages_per_rank: int | None, num_ranks: int) -> int:
-    """How many stages there are where the caller does not say: a schedule's own number, else enough for the ranks."""
+def default_num_stages(
+    source: Children, schedule: str | PathLike[str] | Schedule, stages_per_rank: int | None, num_ranks: int
+) -> int:
+    """How many stages there are where the caller does not say: those that are given, else ``stages_for_ranks``."""
+    return source.num_children if source.gives_stages else stages_for_ranks(schedule, stages_per_rank, num_ranks)
+
+
+def stages_for_ranks(schedule: str | PathLike[str] | Schedule, stages_per_rank: int | None, num_ranks: int) -> int:
+    """A schedule's own number of stages, else enough for the ranks."""
     if isinstance(schedule, Schedule):
         return schedule.num_stages
     if stages_per_rank is None:

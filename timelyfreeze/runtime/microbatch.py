@@ -93,6 +93,39 @@ def split_batch(
     return slices
 
 
+def take_batch(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    microbatches: Sequence[Any] | None,
+    most: int,
+    *,
+    has_target: bool,
+    needs: tuple[bool, bool],
+) -> list[Microbatch]:
+    """A call's batch as micro-batches; none where this process was given none and needs none.
+
+    Args:
+        args, kwargs, target, microbatches: as ``FreezingPipeline.step`` takes them.
+        most: so many micro-batches at the most.
+        has_target: whether items of ``microbatches`` are pairs with a target.
+        needs: whether this process needs an input, and whether it needs a target.
+
+    Raises:
+        ValueError: the batch cannot be split, something needed is missing, or both forms are given.
+    """
+    if microbatches is not None:
+        if args or kwargs or target is not None:
+            raise ValueError(problem("arguments", expected="a batch or microbatches=, not both", got="both"))
+        return as_microbatches(microbatches, most, has_target=has_target)
+    needs_input, needs_target = needs
+    if not (args or kwargs or target is not None or needs_input):
+        return []  # what other ranks take is theirs to bring
+    if target is None and needs_target:
+        raise ValueError(problem("target", expected="what loss_fn takes beside the output", got=None))
+    return split_batch(args, kwargs, target, most)
+
+
 class _Pieces:
     """A tensor's slices."""
 
