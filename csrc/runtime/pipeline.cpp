@@ -299,6 +299,8 @@ void Pipeline::close() {
   take_back_interrupts();
   const py::gil_scoped_release no_gil;
   workers_.close();
+  // So that the connections close, and other ranks notice.
+  if (workers_.wait_idle_for(milliseconds(0))) transport_ = nullptr;
 }
 
 }  // namespace timelyfreeze

@@ -256,8 +256,12 @@ class ProcessRanks:
 
     def shut(self) -> None:
         self._monitor.close()
+        self._final = self._final or ValueError(
+            problem("the pipeline is closed", hint="Create a new FreezingPipeline.")
+        )
         if self._groups is not None:
             self._groups.close()
+            self._groups = None
 
     # --- failures ---------------------------------------------------------------------------------------------
 
