@@ -70,8 +70,8 @@ class Fragile(nn.Module):
         return act(value)
 
     def forward(self, x):
-        x = _AtBackward.apply(x, self) if self.training else x
-        return self.at("F", torch.tanh(self.dropout(self.linear(x))))
+        y = _AtBackward.apply(self.linear(x), self)  # below its output: the first stage's input needs no gradient
+        return self.at("F", torch.tanh(self.dropout(y)))
 
 
 # --- what a stage is armed with -------------------------------------------------------------------------------------
@@ -177,7 +177,9 @@ def caught(function):
 def _armed(where, act):
     def fault(pipe, rank, target, step):
         if rank == target:
-            own_stages(pipe)[-1].arm(where, act, count=1)
+            own_stages(pipe)[-1].arm(
+                where, act, count=int(where == "F")
+            )  # of backwards a frozen stage may run one only
         x, y = batch(step)
         pipe.step(x, target=y)
 
