@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 from tests.cli_job import TINY, rows, run, save_plan, saved, saved_weights, write_text
 from tests.processes import free_port
-from tests.torchrun import Launch, torchrun
+from tests.torchrun import Finished, Launch, torchrun
 from timelyfreeze.cli.config import ModelConfig, TrainConfig
 from timelyfreeze.cli.errors import CommandError
 from timelyfreeze.cli.launch import Launch as Processes
@@ -139,6 +141,30 @@ def test_a_stage_that_fails_is_told_by_its_rank_and_three_ranks_go_on(
     again = torchrun("--nproc-per-node", 3, *TRAIN, "--resume", "run", folder=tmp_path)
     assert f"Going on after step {step} of timelyfreeze, now with --stages 3" in "".join(again.out), again.error
     assert again.error.count("stage 2 failed in action 2F") == 1
+
+
+@pytest.mark.long
+def test_two_machines_start_again_together(options: list[str], whole: Path, tmp_path: Path) -> None:
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "first"]
+    arguments = ["--nnodes", "2", "--nproc-per-node", "1", *meeting, "--max-restarts", "3"]
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    launches = [Launch([*arguments, *TRAIN, *options, "--out", str(tmp_path / "run")], folder) for folder in folders]
+    lines: SimpleQueue[tuple[int, str]] = SimpleQueue()
+
+    def watch(index: int) -> Finished:
+        return launches[index].finish(lambda line: lines.put((index, line)))
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(watch, index) for index in (0, 1)]
+        # torchrun decides which of the two has rank 0, which prints; the other one's process is killed.
+        speaker = next(index for index, line in iter(lines.get, None) if line.startswith("timelyfreeze  10/"))
+        launches[1 - speaker].signal_rank(1, signal.SIGKILL)
+        done = [end.result() for end in ends]
+    assert [one.returncode for one in done] == [0, 0], [one.error for one in done]
+    assert "Going on after step" in "".join(line for one in done for line in one.out)
+    assert numbers(tmp_path / "run") == numbers(whole)
 
 
 @pytest.mark.long

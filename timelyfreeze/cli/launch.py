@@ -19,13 +19,15 @@ class Launch:
     Attributes:
         rank, size: its number, and how many there are. One process alone has its pipeline's ranks as threads.
         local_rank: its number on its machine.
-        num_restarts: how often torchrun has started all of them again.
+        num_machines: each with a torchrun of its own.
+        num_restarts: how often this machine's torchrun has started its processes again because one of them failed.
         run_id: torchrun's ``--rdzv-id``; "none" where it was not given one.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    num_machines: int = 1
     num_restarts: int = 0
     run_id: str = "none"
 
@@ -37,7 +39,7 @@ class Launch:
     def follows(self, run_id: object) -> bool:
         """Whether processes of ``run_id`` may have been this launch's own, before they were started again.
 
-        torchrun counts restarts after failures, but not those after machines came or went; an id of its own tells them.
+        torchrun counts only what fails on its own machine, not restarts because of others; an id of its own tells them.
         """
         return run_id == self.run_id and (self.num_restarts > 0 or self.run_id != "none")
 
@@ -49,9 +51,9 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
         CommandError: a number is none, or there are several processes that could not find each other.
 
     >>> find_launch({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
-    Launch(rank=1, size=2, local_rank=1, num_restarts=0, run_id='none')
+    Launch(rank=1, size=2, local_rank=1, num_machines=1, num_restarts=0, run_id='none')
     >>> find_launch({})
-    Launch(rank=0, size=1, local_rank=0, num_restarts=0, run_id='none')
+    Launch(rank=0, size=1, local_rank=0, num_machines=1, num_restarts=0, run_id='none')
     """
     values = os.environ if environment is None else environment
     if "RANK" not in values or "WORLD_SIZE" not in values:
@@ -66,6 +68,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
         rank,
         size,
         _count(values, "LOCAL_RANK", rank),
+        _count(values, "GROUP_WORLD_SIZE", 1),
         _count(values, "TORCHELASTIC_RESTART_COUNT"),
         values.get("TORCHELASTIC_RUN_ID") or "none",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -44,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             silence.enter_context(redirect_stdout(io.StringIO()))
             silence.enter_context(redirect_stderr(io.StringIO()))
         parsed = _parser().parse_args(argv)
+    code = _exit_code(parsed, launch)
+    if code and launch.size > 1:
+        _leave_at_once(code)
+    return code
+
+
+def _exit_code(parsed: argparse.Namespace, launch: Launch) -> int:
     try:
         return _run(parsed, launch)
     except ElsewhereError as error:
@@ -59,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         kept = "; the last checkpoint stays as it is" if parsed.command == "train" else ""
         return _fail(f"stopped at once{kept}", EXIT_INTERRUPTED)
+
+
+def _leave_at_once(code: int) -> None:
+    """End without Python's own end, which takes a second or more with torch loaded, while torchrun waits for all."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(parsed: argparse.Namespace, launch: Launch) -> int:

@@ -15,7 +15,8 @@ _DESCRIPTION = """\
 Train a LLaMA-style byte-level language model, split over pipeline stages, on real text: plainly, then with TimelyFreeze
 from the same seed on the same batches, then plainly with so few micro-batches that each parameter gets as many
 gradients; and print one table of what each took and reached. With --live-microbatches K nothing is given up: plain
-steps have K micro-batches, TimelyFreeze's have more, of which every parameter sees K."""
+steps have K micro-batches, TimelyFreeze's have more, of which every parameter sees K. Under torchrun every process is a
+rank of the pipeline; without it, ranks are threads of this process."""
 
 
 def add_train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

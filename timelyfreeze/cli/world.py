@@ -55,8 +55,10 @@ class World:
         if with_nccl:
             torch.cuda.set_device(self.launch.local_rank % torch.cuda.device_count())
         store, rank, size = next(rendezvous("env://"))
-        # torchrun's store may outlive its processes, and with it the addresses of those that it has started before.
-        store = PrefixStore(f"restart-{self.launch.num_restarts}", store)
+        if self.launch.num_machines == 1:
+            # torchrun's store may outlive its processes, and with it the addresses of those that it has started before.
+            # That of several machines is new each time, and they count their restarts each for itself.
+            store = PrefixStore(f"restart-{self.launch.num_restarts}", store)
         backend = "cpu:gloo,cuda:nccl" if with_nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         try:
