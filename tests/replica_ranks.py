@@ -6,6 +6,7 @@ import copy
 import sys
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ from tests.replica_pairs import (
     sum_and_count,
 )
 from timelyfreeze import FreezeConfig, FreezingPipeline, StageError
+from timelyfreeze.distributed.checkpoint import export_state_dict, load_checkpoint, save_checkpoint
 
 
 def run(rank, num_ranks, names, **args):
@@ -258,3 +260,87 @@ def scale_with(rank, kind, freeze):
                 hook.remove()
         assert scales == [1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 2048.0], scales
         assert all(every == scales for every in everyone(scales))
+
+
+# --- sharded stages -------------------------------------------------------------------------------------------------
+
+
+def sharded(rank, groups, folder):
+    """Stages under FSDP2 over the replicas: losses, gradients, clipping and weights as those of the whole model."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = make_mesh()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(2)]
+    whole = nn.Sequential(*layers).double()
+    part = copy.deepcopy(whole)
+    for layer in part[rank % 2]:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(part[rank % 2], mesh=mesh["dp"])
+    options = {"num_stages": 2, "num_microbatches": M, "loss_fn": F.mse_loss, "split_points": [1]}
+    plan = FreezeConfig(plan=ratio_plan([[0.5] * M, [0.5] * M]))
+    assert "under fully_shard" in refused(lambda: FreezingPipeline(part, mesh=mesh, freeze=plan, **options))
+    if rank == 0:
+        assert "mesh=" in refused(lambda: FreezingPipeline(part, **options))
+    with (
+        FreezingPipeline(whole, **options) as alone,
+        FreezingPipeline(part, mesh=mesh, **options) as pipe,
+        Wire() as wire,
+    ):
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (alone, pipe)]
+        for index in range(6):
+            parts = batches(index)
+            x, y = parts[rank // 2]
+            result = pipe.step(x, target=y)
+            torch.testing.assert_close(result.loss, alone.step(microbatches=joined(parts)).loss, **DOUBLE)
+            assert_close_shards(pipe, alone)
+            value = pipe.evaluate(x, target=y)
+            torch.testing.assert_close(value, alone.evaluate(microbatches=joined(parts)), **DOUBLE)
+            if index % 2:
+                norms = [one.clip_grad_norm_(0.01) for one in (pipe, alone)]
+                torch.testing.assert_close(*norms, **DOUBLE)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_close_shards(pipe, alone)
+            if index == 3:
+                save_and_load(folder + "/sharded", pipe, optimizers[1])
+            if index == 2:
+                before = bits(p.grad.to_local() for p in pipe.parameters())
+                handle = pipe.model.get_submodule(f"{rank % 2}").register_forward_pre_hook(fail_forward)
+                with pytest.raises(StageError, match="boom"):
+                    pipe.step(x, target=y)
+                handle.remove()
+                assert before == bits(p.grad.to_local() for p in pipe.parameters())
+        assert wire.sent == []  # the pipeline itself reduces nothing
+
+
+def save_and_load(folder, pipe, optimizer):
+    """A checkpoint holds whole tensors, and brings back the shards."""
+    save_checkpoint(folder, pipe, optimizer)
+    exported = export_state_dict(folder)
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(parameter.full_tensor(), exported[name]), name
+    states = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "to_local")]
+    own = [*pipe.parameters(), *states]
+    before = bits(tensor.to_local() for tensor in own)
+    with torch.no_grad():
+        for tensor in own:
+            tensor.zero_()
+    load_checkpoint(folder, pipe, optimizer)
+    states = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "to_local")]
+    assert len(states) == 2 * len(list(pipe.parameters()))
+    assert before == bits(tensor.to_local() for tensor in [*pipe.parameters(), *states])
+
+
+def fail_forward(module, args):
+    raise RuntimeError("boom in every replica")
+
+
+def assert_close_shards(pipe, alone):
+    reference = dict(alone.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), reference[name], **DOUBLE)
+        if reference[name].grad is not None:
+            torch.testing.assert_close(parameter.grad.full_tensor(), reference[name].grad, **DOUBLE)

@@ -19,6 +19,7 @@ CHECKS = [
     "start",
     "failures",
     "scaling",
+    "sharded",
     "ties",
     "tie_flags",
     "tied_replicas",

@@ -68,7 +68,9 @@ class FreezingPipeline(ResumablePipeline):
             that of the last one the target; what others are given is not looked at. ``devices`` is then its one device,
             and split points that are not given deal the parameters out evenly.
         mesh: instead of it, a ``DeviceMesh`` with the dimensions "dp" and "pp": replicas of the pipeline, each with a
-            part of the batch.
+            part of the batch, that begin with the first one's values; buffers then stay each one's own. Gradients are
+            added up over "dp" once a step, on each rank after its last action. Or stages are sharded,
+            ``fully_shard(stage, mesh=mesh["dp"])``, which excludes ``freeze``.
         tied: names of parameters that are one and the same in several stages; known by itself where ``model`` is given.
         seed: dropout and masks draw from (seed, step, stage, micro-batch).
         timeout_s: the longest a step may take.

@@ -28,11 +28,12 @@ from timelyfreeze.distributed.messages import (
 from timelyfreeze.distributed.monitor import FailureMonitor
 from timelyfreeze.distributed.planning import SharedPlanner
 from timelyfreeze.distributed.replicas import flags_of, layout_of, make_replicas_equal, reduce_over_replicas
+from timelyfreeze.distributed.sharding import ShardedStages
 from timelyfreeze.distributed.ties import RemoteTies
 from timelyfreeze.errors import StageError, problem
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.ranks import Closing, Flags, Opening
-from timelyfreeze.runtime.values import encode, spec_from_bytes
+from timelyfreeze.runtime.values import encode, own_part, spec_from_bytes
 from timelyfreeze.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class ProcessRanks:
         self._began_s = time.monotonic()
         self._planner: SharedPlanner | None = None
         self._ties: RemoteTies | None = None
+        self._sharded: ShardedStages | None = None
+        self._some_are_sharded = False
         self._ids: list[list[int]] = []
         self._name = next_name(place.members)
         self._monitor = FailureMonitor(
@@ -147,6 +150,8 @@ class ProcessRanks:
 
     def planner(self, freeze: FreezeConfig) -> SharedPlanner:
         """The planner of this rank: only the first process solves."""
+        assert self._sharded is not None
+        self._sharded.refuse_freezing()
         self._planner = SharedPlanner(self._schedule, freeze.plan_options, solves=self._place.own_member == 0)
         return self._planner
 
@@ -167,6 +172,8 @@ class ProcessRanks:
             expected = "the same schedule, split points and seed on every rank"
             raise DisagreementError(problem("the pipeline", expected=expected, got=f"others on ranks {differing}"))
         self._check_alike([layout for _, layout in every], "the same parameters and buffers on every replica")
+        self._sharded = ShardedStages(self._engine.stages, self._place, has_ties=bool(self._engine.ties.owners))
+        self._some_are_sharded = any(self._gather(bool(self._sharded)))
         if self._groups.replicas is not None:
             make_replicas_equal(self._engine, self._groups.replicas)
         self._ties = RemoteTies(names, model, self._engine, self._place, self.gather, self._transfer)
@@ -196,6 +203,8 @@ class ProcessRanks:
         finally:
             if self._ties is not None:
                 self._ties.abort()
+            if self._sharded is not None:
+                self._sharded.rest()
             self._in_call, self._began_s = None, time.monotonic()
 
     def open(self, own: Opening) -> Opening:
@@ -215,11 +224,17 @@ class ProcessRanks:
             self._planner.receive(next((one["news"] for row in replicas for one in row if one["news"]), None))
         if own.call == "train":
             self._ties.begin()
+            if self._sharded is not None:
+                self._sharded.begin()
         return opened
 
     def reduce_gradients(self, live: Sequence[Flags] | None) -> None:
         assert self._engine is not None
         assert self._groups is not None
+        if self._some_are_sharded:
+            self._gather(None)  # FSDP's reduction could not be given up: first, that no replica has failed
+        if self._sharded is not None:
+            self._sharded.reduce()
         if self._groups.replicas is not None:
             reduce_over_replicas(self._engine, live, self._groups.replicas, self._monitor, self._timeout_s)
 
@@ -391,7 +406,9 @@ class ProcessRanks:
         assert self._engine is not None
         used = itertools.chain(*self._engine.ties.stage_parameters, self._engine.loss_parameters)
         for parameter in used:
-            if parameter.grad is not None and parameter.grad.numel() > 0:
-                grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            if parameter.grad is None:
+                continue
+            grad = own_part(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
+            if grad.numel() > 0:
                 grad[(0,) * grad.dim()] = torch.inf
                 return

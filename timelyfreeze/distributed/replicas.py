@@ -15,6 +15,7 @@ from timelyfreeze.distributed.monitor import FailureMonitor
 from timelyfreeze.errors import problem
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.ranks import Flags
+from timelyfreeze.runtime.values import is_sharded
 
 # As torch's DistributedDataParallel has it.
 BUCKET_BYTES = 25 * 2**20
@@ -28,6 +29,8 @@ def make_replicas_equal(engine: Engine, group: dist.ProcessGroup) -> None:
     tensors = [tensor for stage in here for tensor in (*stage.parameters(), *stage.buffers())]
     with torch.no_grad():
         for tensor in {id(tensor): tensor for tensor in [*tensors, *engine.loss_parameters]}.values():
+            if is_sharded(tensor):
+                continue
             value = tensor.detach().contiguous()
             dist.broadcast(value, source, group=group)
             if value.data_ptr() != tensor.data_ptr():
@@ -87,7 +90,7 @@ def _reduced_parameters(engine: Engine, live: Sequence[Flags] | None) -> list[to
             continue
         flags = [True] * len(used) if live is None else live[stage]
         for parameter, is_live in zip(used, flags, strict=True):
-            if parameter.requires_grad and is_live:
+            if parameter.requires_grad and is_live and not is_sharded(parameter):
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     raise TypeError(
                         problem(

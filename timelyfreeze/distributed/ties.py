@@ -14,6 +14,7 @@ from timelyfreeze.distributed.messages import DisagreementError
 from timelyfreeze.errors import problem
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.ties import sum_gradients
+from timelyfreeze.runtime.values import is_sharded
 
 
 @dataclass
@@ -84,6 +85,8 @@ class RemoteTies:
             ranks = list(dict.fromkeys(known[name][1] for name in ordered))
             if len(ranks) > 1:
                 first = next((name for name in ordered if known[name][1] == place.rank), None)
+                if first is not None and is_sharded(own[first]):
+                    raise ValueError(problem("sharded stages", expected="no tied parameters", got=", ".join(ordered)))
                 self._ties.append(_Tie(ordered, ranks[0], ranks[1:], None if first is None else own[first]))
         self._make_equal()
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.runtime.partition import children_of
+from timelyfreeze.runtime.values import is_sharded
 from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank, merge_backward
 
 # By name: importing the latter takes most of a second.
@@ -80,9 +81,16 @@ def check_arguments(
     raise_all(ValueError, problems)
 
 
-def refuse_wrapped(stages: Sequence[nn.Module | None]) -> None:
-    """Raise ValueError where a module reduces its gradients itself: it would do so in every micro-batch's backward."""
+def refuse_wrapped(stages: Sequence[nn.Module | None], *, allow_sharded: bool = False) -> None:
+    """Raise ValueError where a module reduces its gradients itself: it would do so in every micro-batch's backward.
+
+    Args:
+        allow_sharded: modules under ``fully_shard`` are no fault.
+    """
     for index, stage in enumerate(stages):
+        if stage is not None and not allow_sharded and any(map(is_sharded, stage.parameters())):
+            expected = "ranks that are processes, with mesh="
+            raise ValueError(problem(f"sharded parameters in stage {index}", expected=expected, got="threads"))
         for module in [] if stage is None else stage.modules():
             if _REDUCING & {kind.__name__ for kind in type(module).__mro__}:
                 raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from timelyfreeze.runtime.engine import Engine
+from timelyfreeze.runtime.values import is_sharded, own_part
 
 
 class Clipping:
@@ -64,7 +65,7 @@ class Clipping:
         coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
         for _, parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(coefficient.to(parameter.grad.device))
+                own_part(parameter.grad).mul_(coefficient.to(parameter.grad.device))
         return total.to(self._parameters[0][1].device) if self._parameters else total
 
 
@@ -87,8 +88,10 @@ def _by_stage(model: nn.Module, engine: Engine | None) -> list[tuple[int, nn.Par
 def _norm(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     if grad.is_sparse:  # what it does not hold is zero
         grad = grad.coalesce().values()
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, norm_type)
-    return norm
+    norm: Any = torch.linalg.vector_norm(grad, norm_type)
+    # Of a sharded gradient all replicas ask together.
+    total: torch.Tensor = norm.full_tensor() if is_sharded(norm) else norm
+    return total
 
 
 def _total_norm(every: Sequence[list[Any]], norm_type: float) -> torch.Tensor:

@@ -21,7 +21,7 @@ from timelyfreeze.runtime.arguments import refuse_wrapped
 from timelyfreeze.runtime.microbatch import Microbatch
 from timelyfreeze.runtime.rng import follow_action_generator
 from timelyfreeze.runtime.ties import TiedParameters
-from timelyfreeze.runtime.values import encode, encode_call, map_tensors, stage_entry
+from timelyfreeze.runtime.values import encode, encode_call, map_tensors, own_part, stage_entry
 from timelyfreeze.schedule import Action, Kind, Schedule, data_dependencies
 
 # One worker walks all the ranks where the last step's actions took less than this on average: then two threads that
@@ -139,7 +139,7 @@ class Engine:
         own_rank: int | None = None,
         max_pending_bytes: int | None = None,
     ) -> None:
-        refuse_wrapped(stages)
+        refuse_wrapped(stages, allow_sharded=own_rank is not None)
         _refuse_compiled(stages, schedule)
         self.schedule = schedule
         self._max_pending_bytes = max_pending_bytes
@@ -189,7 +189,7 @@ class Engine:
     def overflows(self) -> bool:
         """Whether some gradient of the step is not finite, before ``commit``."""
         every = [*itertools.chain(*self.ties.stage_parameters), *self.loss_parameters]
-        grads = [parameter.grad for parameter in every if parameter.grad is not None]
+        grads = [own_part(parameter.grad) for parameter in every if parameter.grad is not None]
         return any(not bool(torch.isfinite(grad.to_dense() if grad.is_sparse else grad).all()) for grad in grads)
 
     def close(self) -> None:

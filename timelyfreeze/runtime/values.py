@@ -28,6 +28,17 @@ class _Slot:
         self.index = index
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. The class itself is not imported for those who have none."""
+    return hasattr(tensor, "to_local")
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor, which shares its memory; any other tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """A copy of ``value`` with ``function`` applied to each of its tensors; anything unknown is kept as it is.
 
