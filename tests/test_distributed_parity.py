@@ -60,7 +60,9 @@ def test_processes_give_the_bits_of_threads(ranks):
 
 
 def test_ranks_measure_together_and_go_over_to_one_plan_at_the_same_step():
-    first, *others = results(run_ranks("tests.parity_ranks:plan_for_themselves", 3, timeout_s=120, args={"steps": 40}))
+    first, *others = results(
+        run_ranks("tests.parity_ranks:plan_for_themselves", 3, timeout_s=120, args={"steps": 2000})
+    )
     assert others == [first, first]
     assert first["ratios"][-1][0] == "steady"
     assert 0 < first["ratios"][-1][1] <= 0.5
