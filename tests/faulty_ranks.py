@@ -122,7 +122,7 @@ def make_pipe(group, schedule="1f1b", frozen=False, seed=0, num_more=0, **option
     made = create_schedule(schedule, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
     torch.manual_seed(seed)
     model = nn.Sequential(*[Fragile() for _ in range(made.num_stages + num_more)])
-    freeze = None
+    freeze = options.pop("freeze", None)
     if frozen:
         plan = make_plan(made, costs_of(made), max_ratio=0.5, mode="lp")
         freeze = FreezeConfig(plan=plan, ramp_steps=0)
@@ -293,6 +293,7 @@ def fail_to_make(rank, num_ranks):
         "arguments of one": lambda: make_pipe(group, timeout_s=-1.0 if rank == 2 else TIMEOUT_S),
         "arguments of all": outnumbered,
         "names": lambda: make_pipe(group, tied=[["0.linear.weight", "9.linear.weight"]]),
+        "patterns": lambda: make_pipe(group, freeze=FreezeConfig(parameter_max_ratio={"nowhere*": 0.5})),
     }
     before = _resources()
     found = {name: caught(attempt) for name, attempt in attempts.items()}

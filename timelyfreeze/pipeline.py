@@ -166,7 +166,8 @@ class FreezingPipeline(ResumablePipeline):
 
     def _begin_freezing(self, freeze: FreezeConfig, ranks: ProcessRanks | None) -> FreezeSession:
         names = self._ranks.gather([name for name, _ in self.named_parameters()])
-        check_patterns(freeze.options, [name for own_names in names for name in own_names])
+        with self._ranks.judging_alike():
+            check_patterns(freeze.options, [name for own_names in names for name in own_names])
         planner = None if ranks is None else ranks.planner(freeze)
         return FreezeSession(freeze, self.schedule, self._seed, planner)
 

@@ -18,7 +18,7 @@ from timelyfreeze.schedule import Schedule
 
 
 class DisagreementError(ValueError):
-    """The ranks do not do the same thing; all of them know it, and all of them raise it."""
+    """Something is wrong that all ranks know of, say that they do not do the same thing: all of them raise it."""
 
 
 def pack_opening(own: Opening) -> dict[str, Any]:

@@ -126,6 +126,13 @@ class ProcessRanks:
             self.shut()
             raise
 
+    @contextmanager
+    def judging_alike(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise DisagreementError(str(error)) from error
+
     def join(self, schedule: Schedule, points: Sequence[int], seed: int, device: torch.device) -> list[int]:
         """Take part in this pipeline; returns the stages of this rank.
 

@@ -52,7 +52,7 @@ class RemoteTies:
         gather, transfer: as ``ProcessRanks`` has them.
 
     Raises:
-        ValueError: a name is unknown to all ranks, or the shapes differ.
+        DisagreementError: a name is unknown to all ranks, or the shapes differ.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class RemoteTies:
             if len(ranks) > 1:
                 first = next((name for name in ordered if known[name][1] == place.rank), None)
                 if first is not None and is_sharded(own[first]):
-                    raise ValueError(problem("sharded stages", expected="no tied parameters", got=", ".join(ordered)))
+                    raise DisagreementError(
+                        problem("sharded stages", expected="no tied parameters", got=", ".join(ordered))
+                    )
                 self._ties.append(_Tie(ordered, ranks[0], ranks[1:], None if first is None else own[first]))
         self._make_equal()
 
@@ -172,7 +174,7 @@ def _stages_of(own: dict[str, nn.Parameter], engine: Engine) -> dict[str, int]:
 def _check(group: list[str], known: dict[str, tuple[int, int, tuple[int, ...]]]) -> None:
     missing = [name for name in group if name not in known]
     if missing:
-        raise ValueError(problem("tied", expected="names of parameters", got=", ".join(missing)))
+        raise DisagreementError(problem("tied", expected="names of parameters", got=", ".join(missing)))
     shapes = {name: known[name][2] for name in group}
     if len(set(shapes.values())) > 1:
-        raise ValueError(problem("tied", expected="parameters of one shape", got=shapes))
+        raise DisagreementError(problem("tied", expected="parameters of one shape", got=shapes))

@@ -81,6 +81,9 @@ class Ranks(Protocol):
     def making(self) -> Any:
         """A context for making the pipeline: where it fails on one rank, it fails on all of them."""
 
+    def judging_alike(self) -> Any:
+        """A context for checks of what all ranks know: where one raises ValueError, all of them do."""
+
     def connect(self, engine: Engine) -> None:
         """From now on the ranks talk to each other through this engine's workers."""
 
@@ -128,6 +131,10 @@ class ThreadRanks:
 
     @contextmanager
     def making(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def judging_alike(self) -> Iterator[None]:
         yield
 
     def connect(self, engine: Engine) -> None:
