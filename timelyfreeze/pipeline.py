@@ -13,7 +13,7 @@ from torch import nn
 
 from timelyfreeze.acceleration.switch import AccelerationSwitch
 from timelyfreeze.distributed.ranks import ProcessRanks, make_ranks
-from timelyfreeze.errors import problem
+from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.freeze.groups import check_patterns
 from timelyfreeze.freeze.session import FreezeSession, as_tensors, gradient_factors
@@ -165,9 +165,10 @@ class FreezingPipeline(ResumablePipeline):
             self._freezing = None if freeze is None else self._begin_freezing(freeze, ranks)
 
     def _begin_freezing(self, freeze: FreezeConfig, ranks: ProcessRanks | None) -> FreezeSession:
-        names = self._ranks.gather([name for name, _ in self.named_parameters()])
+        every = self._ranks.gather([self._ranks.objection, [name for name, _ in self.named_parameters()]])
         with self._ranks.judging_alike():
-            check_patterns(freeze.options, [name for own_names in names for name in own_names])
+            raise_all(ValueError, [objection for objection, _ in every if objection is not None][:1])
+            check_patterns(freeze.options, [name for _, names in every for name in names])
         planner = None if ranks is None else ranks.planner(freeze)
         return FreezeSession(freeze, self.schedule, self._seed, planner)
 

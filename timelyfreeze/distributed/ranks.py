@@ -155,10 +155,12 @@ class ProcessRanks:
         self._make_groups()
         return self._own_stages
 
+    @property
+    def objection(self) -> str | None:
+        return None if self._sharded is None else self._sharded.objection
+
     def planner(self, freeze: FreezeConfig) -> SharedPlanner:
         """The planner of this rank: only the first process solves."""
-        assert self._sharded is not None
-        self._sharded.refuse_freezing()
         self._planner = SharedPlanner(self._schedule, freeze.plan_options, solves=self._place.own_member == 0)
         return self._planner
 

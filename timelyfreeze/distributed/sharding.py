@@ -59,18 +59,18 @@ class ShardedStages:
     def __bool__(self) -> bool:
         return bool(self._roots)
 
-    def refuse_freezing(self) -> None:
-        """ValueError where there are sharded stages: masks flip flags of the shards, and others are computed with."""
-        if self:
-            raise ValueError(
-                problem(
-                    "freeze=",
-                    expected="stages that are not sharded: FSDP2 computes with parameters that masks do not reach",
-                    got="stages under fully_shard",
-                    hint="Leave fully_shard out: with mesh= the pipeline keeps replicas itself, and what is frozen "
-                    "costs no communication. Or pass freeze=None.",
-                )
-            )
+    @property
+    def objection(self) -> str | None:
+        """Why these stages cannot be frozen: masks flip flags of the shards, and others are computed with."""
+        if not self:
+            return None
+        return problem(
+            "freeze=",
+            expected="stages that are not sharded: FSDP2 computes with parameters that masks do not reach",
+            got="stages under fully_shard",
+            hint="Leave fully_shard out: with mesh= the pipeline keeps replicas itself, and what is frozen "
+            "costs no communication. Or pass freeze=None.",
+        )
 
     def begin(self) -> None:
         """Before a step: backward adds up and reduces nothing."""

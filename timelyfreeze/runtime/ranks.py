@@ -81,6 +81,10 @@ class Ranks(Protocol):
     def making(self) -> Any:
         """A context for making the pipeline: where it fails on one rank, it fails on all of them."""
 
+    @property
+    def objection(self) -> str | None:
+        """Why the stages of this process cannot be frozen; None: they can."""
+
     def judging_alike(self) -> Any:
         """A context for checks of what all ranks know: where one raises ValueError, all of them do."""
 
@@ -125,6 +129,7 @@ class ThreadRanks:
     process_group = None
     own_rank = None
     ends = (True, True)
+    objection = None
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
