@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "runtime/errors.h"
+#include "runtime/interrupts.h"
 #include "runtime/step.h"
 
 namespace py = pybind11;
@@ -14,11 +15,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Python handles signals between bytecodes of the main thread only, so a caller that waits has to look for them.
-constexpr milliseconds kSignalPoll{50};
-// User code that runs on after a cancellation is interrupted after the first, given up on after the second.
-constexpr milliseconds kInterruptAfter{300};
-constexpr milliseconds kGiveUpAfter{5000};
 constexpr size_t kMaxSpecs = 4096;
 
 }  // namespace
@@ -166,7 +162,7 @@ void Pipeline::settle() {
     throw std::runtime_error(
         "a stage still runs user code of a step that was cancelled. Make that code return, or start a new process.");
   }
-  take_back_interrupts();
+  take_back_interrupts(thread_ids_);
   stuck_.reset();
   abort();
 }
@@ -270,12 +266,7 @@ void Pipeline::wait(const Running& running, double timeout_s) {
     const py::gil_scoped_release no_gil;
     idle = workers_.wait_idle_for(milliseconds(0));
   }
-  if (interrupted && idle) take_back_interrupts();
-}
-
-// Interrupts that were not delivered would come up in a later step.
-void Pipeline::take_back_interrupts() {
-  for (const auto& id : thread_ids_) PyThreadState_SetAsyncExc(id, nullptr);
+  if (interrupted && idle) take_back_interrupts(thread_ids_);
 }
 
 void Pipeline::commit(const std::vector<std::vector<double>>& factors) {
@@ -296,7 +287,7 @@ void Pipeline::abort() {
 }
 
 void Pipeline::close() {
-  take_back_interrupts();
+  take_back_interrupts(thread_ids_);
   const py::gil_scoped_release no_gil;
   workers_.close();
   // So that the connections close, and other ranks notice.

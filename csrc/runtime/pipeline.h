@@ -114,7 +114,6 @@ class Pipeline {
   void run_job(const std::function<void()>& job, double timeout_s);
   void wait(const Running& running, double timeout_s);
   void settle();
-  void take_back_interrupts();
 
   std::vector<std::shared_ptr<Stage>> stages_;
   std::vector<int32_t> stage_to_rank_;

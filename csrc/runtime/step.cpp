@@ -4,9 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/isfinite.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,24 +11,11 @@
 
 #include "runtime/deferred_grad.h"
 #include "runtime/rng.h"
+#include "runtime/stage_run.h"
 
 namespace py = pybind11;
 
 namespace timelyfreeze {
-namespace {
-
-void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& grads) {
-  try {
-    torch::autograd::backward(roots, grads, /*retain_graph=*/false, /*create_graph=*/false);
-  } catch (const python_error&) {
-    // The engine also leaves the error set on this thread, where it would come up again in the next call into Python.
-    const py::gil_scoped_acquire gil;
-    PyErr_Clear();
-    throw;
-  }
-}
-
-}  // namespace
 
 Pipeline::Step::Step(Pipeline& pipeline, StepRequest step_request)
     : request(std::move(step_request)),
@@ -210,11 +194,7 @@ void Pipeline::Step::forward(const Instruction& instruction) {
   } else {
     if (request.return_outputs) keep_output(action, output);
     if (has_target) {
-      PyObject* arguments[] = {output.ptr(), target.ptr()};
-      PyObject* loss = PyObject_Vectorcall(request.loss_fn.ptr(), arguments, 2, nullptr);
-      if (loss == nullptr) throw py::error_already_set();
-      output = py::object();  // let the logits go first
-      take_loss(action, py::reinterpret_steal<py::object>(loss), record, held);
+      take_loss(action, call_loss(request.loss_fn, std::move(output), target), record, held);
     }
   }
   if (!record) held = Held();
@@ -229,26 +209,14 @@ void Pipeline::Step::keep_output(const Action& action, const py::object& output)
 
 void Pipeline::Step::take_loss(const Action& action, const py::object& loss, bool record, Held& held) {
   const auto m = static_cast<size_t>(action.microbatch);
-  py::object value = loss;
-  if (PyTuple_Check(loss.ptr()) && PyTuple_GET_SIZE(loss.ptr()) == 2) {
-    value = loss.cast<py::tuple>()[0];
-    result_.counts[m] = loss.cast<py::tuple>()[1];
-  }
-  if (!THPVariable_Check(value.ptr()) || THPVariable_Unpack(value.ptr()).numel() != 1) {
-    throw py::type_error("the loss: expected a tensor with one element, or a tuple (sum, count), got " +
-                         py::repr(py::type::of(loss)).cast<std::string>() +
-                         ". Return a scalar from loss_fn, such as the mean over the samples.");
-  }
-  const at::Tensor tensor = THPVariable_Unpack(value.ptr());
+  const auto [tensor, count] = split_loss(loss);
+  result_.counts[m] = count;
   result_.losses[m] = tensor.detach();
   if (request.check_finite && tensor.is_cpu()) check_finite(action, tensor);
   held.received.clear();
   if (!record) return;
   if (!tensor.requires_grad() && request.live.empty()) {
-    throw py::value_error(
-        "the loss does not depend on any trainable parameter. Check that loss_fn uses the model's output and that "
-        "nothing "
-        "on the way detaches it.");
+    throw_constant_loss();
   }
   if (tensor.requires_grad()) held.loss = tensor;
 }

@@ -18,8 +18,6 @@ struct NonFiniteLoss {
   double loss;
 };
 
-bool can_require_grad(const at::Tensor& tensor);
-
 // One run of a program over the stages: where the values are, and what each action does.
 class Pipeline::Step : public ActionRunner {
  public:

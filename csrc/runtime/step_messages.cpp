@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "runtime/stage_run.h"
 #include "runtime/step.h"
 
 namespace timelyfreeze {
-
-bool can_require_grad(const at::Tensor& tensor) {
-  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
-}
 
 std::vector<Inbound> Pipeline::Step::inbound() const {
   std::vector<Inbound> all;
@@ -65,14 +62,7 @@ Value Pipeline::Step::receive(const Action& action, bool record, Held& held) {
 void Pipeline::Step::send_on(const Instruction& instruction, Value value, const std::string& spec, bool carries_grad,
                              Held& held) {
   const Action& action = instruction.action;
-  std::vector<bool> flags;
-  held.outputs.resize(value.tensors.size());
-  for (size_t i = 0; i < value.tensors.size(); ++i) {
-    at::Tensor& tensor = value.tensors[i];
-    flags.push_back(carries_grad && tensor.requires_grad());
-    if (flags.back()) held.outputs[i] = tensor;
-    tensor = tensor.detach();
-  }
+  std::vector<bool> flags = keep_outputs(value, carries_grad, held);
   if (!pipeline_.is_local(action.stage + 1)) {
     send_away(instruction, action.stage + 1, {std::move(value.tensors), std::move(flags), spec});
     return;

@@ -161,6 +161,7 @@ class Engine:
             entry = stage if index == 0 else stage_entry(stage, takes_target=takes_target)
             parameters = self.ties.stage_parameters[index] + (self.loss_parameters if index == last else [])
             compiled_stages.append(_C.Stage(entry, encode, parameters))
+        self.runtime_stages = compiled_stages
         self.runtime = _C.Pipeline(
             compiled_stages, schedule.stage_to_rank, [str(device) for device in self.devices], own_rank
         )

@@ -56,20 +56,24 @@ class StepLoss(NamedTuple):
 
 def step_loss(done: EngineStep) -> StepLoss:
     """From the micro-batches' losses to the step's; ValueError where a (sum, count) loss counts nothing."""
-    losses, counts = done.report.losses, done.report.counts
+    return join_losses(done.report.losses, done.report.counts, done.shares)
+
+
+def join_losses(losses: list[torch.Tensor], counts: list[Any], shares: list[float]) -> StepLoss:
+    """The same from the losses of some micro-batches, the counts of (sum, count) losses, and the samples' shares."""
     with torch.no_grad():
         if counts[0] is None:
-            shares = torch.tensor(done.shares, dtype=torch.float64)
-            mean = torch.cat([loss.reshape(1) for loss in losses]).mul_(shares.to(losses[0])).sum()
-            return StepLoss(mean, 1.0, done.shares, None)
-        weights = [float(c) for c in counts]
-        count = sum(weights)
+            weights = torch.tensor(shares, dtype=torch.float64)
+            mean = torch.cat([loss.reshape(1) for loss in losses]).mul_(weights.to(losses[0])).sum()
+            return StepLoss(mean, 1.0, shares, None)
+        own = [float(c) for c in counts]
+        count = sum(own)
         if count <= 0:
             raise ValueError(
                 problem("the step's (sum, count) loss", expected="a count above 0", got=count, hint="Skip the batch.")
             )
         total = torch.stack([loss.reshape(()) for loss in losses]).sum()
-        return StepLoss(total / count, count, weights, total)
+        return StepLoss(total / count, count, own, total)
 
 
 def send_input_gradients(done: EngineStep, scale: float) -> None:
