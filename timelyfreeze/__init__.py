@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Action": "timelyfreeze.schedule",
     "ActionCosts": "timelyfreeze.cost",
+    "AsyncPipeline": "timelyfreeze.asynchronous",
     "FreezeConfig": "timelyfreeze.freeze",
     "FreezingPipeline": "timelyfreeze.pipeline",
     "GradScaler": "timelyfreeze.runtime.scaling",
@@ -35,6 +36,7 @@ __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
     from timelyfreeze.acceleration import accelerate as accelerate
+    from timelyfreeze.asynchronous import AsyncPipeline as AsyncPipeline
     from timelyfreeze.cost import ActionCosts as ActionCosts
     from timelyfreeze.errors import PlanError as PlanError
     from timelyfreeze.errors import ScheduleError as ScheduleError

@@ -4,6 +4,7 @@
 #include "core/program.h"
 #include "ops/fused.h"
 #include "runtime/allocator.h"
+#include "runtime/async_pipeline.h"
 #include "runtime/deferred_grad.h"
 #include "runtime/packed_linear.h"
 #include "runtime/pipeline.h"
@@ -154,6 +155,76 @@ void bind_pipeline(py::module_& m) {
       .def("close", &Pipeline::close);
 }
 
+using PyInput = std::tuple<std::vector<at::Tensor>, py::object, py::object, double>;
+
+// A batch: (tensors, spec, target, weight) for each of its micro-batches.
+void push_batch(AsyncPipeline& pipeline, const std::vector<PyInput>& microbatches) {
+  std::vector<AsyncInput> batch;
+  for (const auto& [tensors, spec, target, weight] : microbatches) {
+    batch.push_back({{tensors, spec.is_none() ? nullptr : make_ref(spec)}, {make_ref(target), weight, false}});
+  }
+  if (!batch.empty()) batch.back().ticket.ends_batch = true;
+  pipeline.push(std::move(batch));
+}
+
+void bind_ledger(py::module_& m) {
+  using Entry = AsyncLedger::StageEntry;
+  py::class_<Entry>(m, "AsyncLedgerEntry")
+      .def_readonly("num_updates", &Entry::num_updates)
+      .def_readonly("num_skipped", &Entry::num_skipped)
+      .def_readonly("bound", &Entry::bound)
+      .def_readonly("microbatches", &Entry::microbatches)
+      .def_readonly("last", &Entry::last);
+}
+
+void bind_async(py::module_& m) {
+  bind_ledger(m);
+  py::class_<AsyncPipeline>(m, "AsyncPipeline")
+      .def(py::init([](std::vector<std::shared_ptr<Stage>> stages, const std::vector<std::string>& devices,
+                       py::object loss_fn, std::vector<py::object> updates, std::vector<py::object> batch_ends,
+                       int64_t accumulation, bool stash, bool recompute, uint64_t seed) {
+             std::vector<c10::Device> parsed;
+             for (const auto& device : devices) parsed.emplace_back(device);
+             return std::make_unique<AsyncPipeline>(
+                 std::move(stages), parsed, AsyncCalls{std::move(loss_fn), std::move(updates), std::move(batch_ends)},
+                 AsyncOptions{accumulation, stash, recompute, seed});
+           }),
+           py::arg("stages"), py::arg("devices"), py::arg("loss_fn"), py::arg("updates"), py::arg("batch_ends"),
+           py::arg("accumulation"), py::arg("stash"), py::arg("recompute"), py::arg("seed"))
+      .def("work", &AsyncPipeline::work, py::arg("index"))
+      .def("push", &push_batch, py::arg("microbatches"))
+      .def("wait_for_losses", &AsyncPipeline::wait_for_losses, py::arg("count"), py::arg("timeout_s"))
+      .def("settle", &AsyncPipeline::settle, py::arg("timeout_s"))
+      .def("drain", &AsyncPipeline::drain, py::arg("timeout_s"))
+      .def(
+          "take_losses",
+          [](AsyncPipeline& self, int64_t count) {
+            std::vector<std::pair<at::Tensor, py::object>> losses;
+            for (const AsyncLoss& loss : self.take_losses(count)) {
+              losses.emplace_back(loss.tensor, loss.count ? *loss.count : py::none());
+            }
+            return losses;
+          },
+          py::arg("count"))
+      .def("take_failure",
+           [](AsyncPipeline& self) {
+             const auto report = self.take_failure();
+             std::optional<std::tuple<int32_t, std::string, int64_t>> place;
+             if (report.place) {
+               place.emplace(report.place->stage, std::string(1, report.place->kind), report.place->microbatch);
+             }
+             return std::pair(place, report.error);
+           })
+      .def("forget", &AsyncPipeline::forget)
+      .def("abandon", &AsyncPipeline::abandon)
+      .def("close", &AsyncPipeline::close)
+      .def_property_readonly("is_open", &AsyncPipeline::is_open)
+      .def_property_readonly("num_weight_copies",
+                             [](const AsyncPipeline& self) { return self.ledger().num_weight_copies(); })
+      .def_property_readonly("ledger", [](const AsyncPipeline& self) { return self.ledger().entries(); })
+      .def_readwrite("num_microbatches", &AsyncPipeline::num_microbatches);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -173,6 +244,7 @@ PYBIND11_MODULE(_C, m) {
   bind_fused(m);
 
   bind_pipeline(m);
+  bind_async(m);
   m.def("keep_large_blocks", &keep_large_blocks);
   m.def("action_rng_state", []() -> std::optional<at::Tensor> {
     const at::Generator generator = action_generator();

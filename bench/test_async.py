@@ -1,0 +1,113 @@
+"""Is the pipeline without a flush as fast as flush 1F1B would be without its bubble, in no more memory?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from bench.record import interleave, record
+from bench.workloads import Workload, mlp_stages, normal_batch
+from timelyfreeze import AsyncPipeline, FreezingPipeline
+from timelyfreeze.runtime.memory import count_saved_bytes
+
+NUM_STAGES = 2
+NUM_BATCHES = 12  # a measured round
+
+
+def workload(num_microbatches: int) -> Workload:
+    """2 stages of MLP blocks: an update is small beside the backwards."""
+    return Workload(
+        partial(mlp_stages, NUM_STAGES, 2, 128),
+        partial(normal_batch, num_microbatches * 512, 128),
+        nn.functional.mse_loss,
+        num_microbatches,
+    )
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+class Flush:
+    """1F1B: an optimizer step a batch, then the next batch."""
+
+    def __init__(self, work: Workload) -> None:
+        stages, self.batch = work.build()
+        self.pipe = FreezingPipeline(stages, num_microbatches=work.num_microbatches, loss_fn=work.loss_fn)
+        self.optimizer = adamw(list(self.pipe.parameters()))
+
+    def round(self) -> float:
+        start = time.perf_counter()
+        for _ in range(NUM_BATCHES):
+            self.pipe.step(self.batch[0], target=self.batch[1])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+class Stream:
+    """PACI with as many updates: one a batch in every stage. Rounds are parts of one stream."""
+
+    def __init__(self, work: Workload) -> None:
+        stages, self.batch = work.build()
+        self.pipe = AsyncPipeline(
+            stages,
+            num_microbatches=work.num_microbatches,
+            accumulation=work.num_microbatches,
+            optimizer=adamw,
+            loss_fn=work.loss_fn,
+        )
+        self.results = self.pipe.run(self._batches())
+
+    def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield self.batch
+
+    def round(self) -> float:
+        next(self.results)  # the stages stand still between rounds; this brings them up to speed
+        next(self.results)
+        start = time.perf_counter()
+        for _ in range(NUM_BATCHES):
+            next(self.results)
+        seconds = time.perf_counter() - start
+        self.pipe.settle()
+        return seconds
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_async(num_microbatches: int) -> None:
+    work = workload(num_microbatches)
+    flush, stream = Flush(work), Stream(work)
+    with flush.pipe, stream.pipe:
+        comparison = interleave(flush.round, stream.round, rounds=12)
+        stream.pipe.drain()
+        peaks = []
+        for run in (flush.round, lambda: list(stream.pipe.run([stream.batch] * NUM_BATCHES))):
+            with count_saved_bytes([*flush.pipe.parameters(), *stream.pipe.parameters()]) as saved:
+                run()
+            peaks.append(saved.peak_bytes)
+        ledger = stream.pipe.ledger
+    bubble_free = (num_microbatches + NUM_STAGES - 1) / num_microbatches
+    share = comparison.ratio / bubble_free
+    print(
+        f"\nM={num_microbatches}: flush / stream: {comparison}; bubble-free would be {bubble_free:.3f}: {share:.3f} of "
+        f"it; peak activations {peaks[0]} and {peaks[1]} bytes; drift {ledger.max_drift}; "
+        f"{ledger.num_weight_copies} weight copies"
+    )
+    record(
+        "async",
+        num_stages=NUM_STAGES,
+        num_microbatches=num_microbatches,
+        flush_against_stream=comparison,
+        bubble_free_ratio=bubble_free,
+        share_of_bubble_free=share,
+        flush_peak_activation_bytes=peaks[0],
+        stream_peak_activation_bytes=peaks[1],
+        max_drift=ledger.max_drift,
+        weight_copies=ledger.num_weight_copies,
+    )

@@ -1,0 +1,180 @@
+#pragma once
+#include <ATen/ThreadLocalState.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/cancel.h"
+#include "runtime/async_ledger.h"
+#include "runtime/device.h"
+#include "runtime/python_ref.h"
+#include "runtime/stage.h"
+
+namespace timelyfreeze {
+
+struct AsyncOptions {
+  int64_t accumulation = 1;  // backwards of a stage between two of its updates
+  bool stash = false;        // a backward gets the weights that its forward had (PipeDream)
+  bool recompute = false;    // keep the stages' inputs only, and run forward again before backward
+  uint64_t seed = 0;
+};
+
+// The user's code beside the stages. Called on the stages' workers, with the interpreter lock.
+struct AsyncCalls {
+  pybind11::object loss_fn;               // None: the last stage takes the target and returns the loss
+  std::vector<pybind11::object> updates;  // a stage: (factor for the gradients) -> whether the weights changed; or None
+  std::vector<pybind11::object> batch_ends;  // a stage: () after the last backward of a batch; or None
+};
+
+// What goes through the stages with a micro-batch.
+struct AsyncTicket {
+  PyRef target;
+  double weight = 1.0;  // of its mean loss: its samples
+  bool ends_batch = false;
+};
+
+struct AsyncInput {
+  Value value;
+  AsyncTicket ticket;
+};
+
+struct AsyncLoss {
+  at::Tensor tensor;  // mean or sum, detached
+  PyRef count;        // or null
+};
+
+// Where a stream failed: `kind` is F, B or U (an update). Without a stage it was stopped from outside.
+struct AsyncPlace {
+  int32_t stage;
+  char kind;
+  int64_t microbatch;
+};
+
+// One run of the stages over micro-batches that keep coming, until `end`.
+//
+// Stage s of N does N-s forwards, then a backward and a forward in turn; after every `accumulation` backwards it
+// updates its own weights. That order is fixed, nothing in it waits for another stage's update, and no stage has more
+// than N-s micro-batches between forward and backward. At the end the backwards that are left run, and an update of
+// what has been accumulated.
+class AsyncStream {
+ public:
+  AsyncStream(const std::vector<std::shared_ptr<Stage>>& stages, const std::vector<RankDevice>& devices,
+              const AsyncCalls& calls, const AsyncOptions& options, AsyncLedger& ledger, int64_t first_microbatch);
+
+  // The whole run of a stage. Never throws; what goes wrong cancels the stream.
+  void work(int32_t stage);
+  void push(std::vector<AsyncInput> inputs);
+  void end();
+  void fail(std::exception_ptr error);
+
+  [[nodiscard]] bool failed() const { return cancel_.cancelled(); }
+  [[nodiscard]] std::pair<std::optional<AsyncPlace>, std::exception_ptr> failure() const;
+  std::vector<AsyncLoss> take_losses(int64_t count);
+  // What can be waited for: so many losses; that every stage waits for input, so that no weight changes until there is
+  // some; that the stages have left.
+  enum class Goal { losses, settled, over };
+  // Returns whether it was reached within `timeout`; true at once where the stream fails, unless all shall leave.
+  bool wait(Goal goal, int64_t num_losses, std::chrono::milliseconds timeout);
+
+ private:
+  struct Message {
+    std::vector<Shipment> tensors;
+    std::vector<bool> requires_grad;
+    PyRef spec;
+    AsyncTicket ticket;
+  };
+  struct Gradients {
+    std::vector<Shipment> tensors;
+    double weight = 1.0;
+  };
+  // A micro-batch between its forward and its backward.
+  struct Slot {
+    Held held;
+    AsyncTicket ticket;
+    Message kept;                   // of a micro-batch that is recomputed: what forward got
+    std::vector<int64_t> versions;  // of its tensors
+    int64_t updates_at_forward = 0;
+    bool recorded = false;
+    bool recomputes = false;
+    bool is_sum = false;  // the weight is a (sum, count) loss's count
+  };
+  // The gradients that the next update is of. They are divided by the first micro-batch's weight times how many there
+  // shall be as they come, and what that differs from their weights' sum by is the update's factor: 1 where all weigh
+  // the same.
+  struct Window {
+    double nominal = 0.0;
+    double sum = 0.0;
+    int64_t size = 0;
+
+    void add(double weight, int64_t accumulation);
+    [[nodiscard]] double factor() const { return sum > 0.0 ? nominal / sum : 1.0; }
+  };
+  struct alignas(64) StageRun {
+    std::atomic<uint32_t> rings{0};
+    std::atomic<int64_t> num_forwards{0};   // messages that have come
+    std::atomic<int64_t> num_gradients{0};  // the same from above
+    std::atomic<int64_t> settled_at{-1};    // waits for the forward of this one
+    std::vector<Message> inbox;
+    std::vector<Gradients> gradients;
+    std::vector<Slot> slots;
+    Window window;
+    std::map<int64_t, std::vector<at::Tensor>> stashes;  // by how many updates had been made
+  };
+  enum class Coming { here, never, cancelled };
+
+  [[nodiscard]] int32_t num_stages() const { return static_cast<int32_t>(stages_.size()); }
+  [[nodiscard]] int64_t most_outstanding(int32_t stage) const { return num_stages() - stage; }
+  [[nodiscard]] bool is_last(int32_t stage) const { return stage + 1 == num_stages(); }
+  Slot& slot(int32_t stage, int64_t m);
+  bool trains(int32_t stage) const;
+
+  // Doorbells: see Execution.
+  void ring(int32_t stage);
+  Coming wait_for_input(int32_t stage, int64_t m);
+  bool wait_for_gradients(int32_t stage, int64_t m);
+  void tell();
+  [[nodiscard]] bool has_reached(Goal goal, int64_t num_losses) const;
+
+  void run_order(int32_t stage, AsyncPlace& now);
+  void forward(int32_t stage, int64_t m);
+  Message take_message(int32_t stage, int64_t m);
+  Value receive(int32_t stage, const Message& message, bool record, Held& held) const;
+  void keep_for_recompute(Slot& own, int32_t stage, const Message& message) const;
+  void recompute(int32_t stage, int64_t m, Slot& own);
+  void send_on(int32_t stage, int64_t m, Value value, Slot& own);
+  void take_loss(const pybind11::object& loss, Slot& own);
+  void backward(int32_t stage, int64_t m, bool has_younger);
+  void differentiate(int32_t stage, Slot& own, const std::vector<Shipment>& arrived);
+  void send_grads(int32_t stage, int64_t m, const Slot& own, double weight);
+  void update(int32_t stage, int64_t m, int64_t num_outstanding);
+  void stash_weights(int32_t stage);
+  [[nodiscard]] uint64_t seed_of(int32_t stage, char kind, int64_t m) const;
+
+  const std::vector<std::shared_ptr<Stage>>& stages_;
+  const std::vector<RankDevice>& devices_;
+  const AsyncCalls& calls_;
+  const AsyncOptions options_;
+  AsyncLedger& ledger_;
+  const int64_t first_microbatch_;
+  const at::ThreadLocalState caller_;
+  CancelToken cancel_;
+  std::optional<AsyncPlace> failed_at_;
+  std::vector<StageRun> runs_;
+  std::atomic<int64_t> end_{-1};  // how many micro-batches there are; -1: more may come
+  mutable std::mutex mutex_;      // for what follows
+  std::condition_variable news_;
+  std::deque<AsyncInput> inputs_;
+  int64_t num_pushed_ = 0;
+  std::deque<AsyncLoss> losses_;
+  int32_t num_over_ = 0;
+};
+
+}  // namespace timelyfreeze

@@ -1,0 +1,63 @@
+"""Checks of what an asynchronous pipeline is created with and given to train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timelyfreeze.errors import problem, raise_all
+from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
+
+SCHEDULES = ("paci", "pipedream")
+MEMORIES = ("keep", "recompute")
+
+
+def check_async_arguments(
+    optimizer: Any, accumulation: int, schedule: str, memory: str, max_skipped: int, max_grad_norm: float | None
+) -> None:
+    """Raise ValueError with everything that is wrong."""
+    problems = []
+    if not callable(optimizer):
+        problems.append(
+            problem(
+                "optimizer",
+                expected="a function: a stage's parameters -> its optimizer",
+                got=type(optimizer).__name__,
+                hint="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).",
+            )
+        )
+    if accumulation < 1:
+        problems.append(problem("accumulation", expected="1 or more", got=accumulation))
+    if schedule not in SCHEDULES:
+        problems.append(problem("schedule", expected=" or ".join(SCHEDULES), got=schedule))
+    if memory not in MEMORIES:
+        problems.append(problem("memory", expected=" or ".join(MEMORIES), got=memory))
+    if max_skipped < 1:
+        problems.append(problem("max_skipped", expected="1 or more", got=max_skipped))
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        problems.append(problem("max_grad_norm", expected="None, or a number above 0", got=max_grad_norm))
+    raise_all(ValueError, problems)
+
+
+def slices_of(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """A batch as ``AsyncPipeline.run`` takes it, cut into micro-batches.
+
+    Raises:
+        ValueError, TypeError: it is neither ``(input, ..., target)`` nor a list of ``Microbatch``.
+
+    >>> import torch
+    >>> [one.num_samples for one in slices_of((torch.ones(3, 2), torch.ones(3)), 2)]
+    [2, 1]
+    """
+    if isinstance(batch, list) and batch and all(isinstance(one, Microbatch) for one in batch):
+        return as_microbatches(batch, num_microbatches, has_target=True)
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise TypeError(
+            problem(
+                "a batch",
+                expected="(input, ..., target), or a list of Microbatch",
+                got=type(batch).__name__,
+                hint="Yield (input, target) tuples.",
+            )
+        )
+    *args, target = batch
+    return split_batch(tuple(args), {}, target, num_microbatches)

@@ -1,0 +1,392 @@
+"""The facade: batches in, trained weights out, and never a flush between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from timelyfreeze.acceleration.switch import AccelerationSwitch
+from timelyfreeze.asynchronous.arguments import check_async_arguments, slices_of
+from timelyfreeze.asynchronous.engine import AsyncEngine, AsyncOptions, MakeScheduler
+from timelyfreeze.asynchronous.ledger import DriftLedger, empty_ledger
+from timelyfreeze.asynchronous.modules import refuse_unfit_modules
+from timelyfreeze.asynchronous.updates import MakeOptimizer
+from timelyfreeze.errors import problem
+from timelyfreeze.runtime.arguments import check_arguments, default_devices, fit_devices
+from timelyfreeze.runtime.assembly import StageAssembly
+from timelyfreeze.runtime.engine import Engine
+from timelyfreeze.runtime.microbatch import Microbatch, split_batch
+from timelyfreeze.runtime.partition import known_split_points
+from timelyfreeze.runtime.results import join_losses, step_loss
+from timelyfreeze.runtime.sources import StageSource
+from timelyfreeze.runtime.wrapping import ModelWrapper
+from timelyfreeze.schedule import create_schedule
+
+
+@dataclass(frozen=True)
+class AsyncResult:
+    """What a batch gives back.
+
+    Attributes:
+        index: of the batch, counted from 0.
+        loss: mean over its samples, each micro-batch by the weights of its time; detached, 0-dimensional.
+
+    >>> AsyncResult(0, torch.tensor(1.0)).index
+    0
+    """
+
+    index: int
+    loss: torch.Tensor
+
+
+class AsyncPipeline(ModelWrapper):
+    """Trains a model split over pipeline stages without ever waiting for the pipeline to empty (PACI).
+
+    Each stage updates its own weights after every ``accumulation`` backwards, whatever the others do, while
+    micro-batches are between its forward and its backward. Backward runs through the newer weights. Between the two of
+    a micro-batch at stage s of N lie at most ``ceil((N-1-s) / accumulation)`` updates, which ``ledger`` counts. The
+    order is fixed, so runs repeat bit for bit.
+
+    What a stage makes from its weights in forward (a cast by autocast, say) stays as it was; modules for which that
+    matters are refused by name. Regions under ``torch.utils.checkpoint`` are recomputed with the newer weights.
+
+    Args:
+        model, num_stages, num_microbatches, devices, split_points, stages, accelerate: as ``FreezingPipeline`` takes
+            them. No parameter may be in two stages.
+        accumulation: backwards of a stage between two of its updates; an update is the mean over their samples.
+        optimizer: makes a stage's optimizer from its trainable parameters.
+        lr_scheduler: makes its scheduler from it, if wanted; stepped after each batch's last backward in the stage.
+        loss_fn: ``(output, target)`` -> mean over the samples, or ``(sum, count)``: then an update is divided by the
+            count of its micro-batches. None: the last stage takes the target and returns the loss.
+        schedule: "paci", or "pipedream": backward gets the weights that its forward had, of which copies are kept.
+        memory: "keep" what autograd saves of up to N-s micro-batches, or "recompute" it from the stages' inputs, by the
+            weights and with the random numbers that backward finds and forward drew.
+        seed: dropout draws from (seed, micro-batch, stage).
+        timeout_s: the longest that a batch may take.
+        check_finite: leave out updates whose gradients are not finite; they are counted.
+        max_skipped: so many left out in a row end the run with a StageError.
+        max_grad_norm: clips by the whole model's gradient norm as it was ``ceil((N-1)/accumulation) + 1`` updates
+            before: known without waiting. A stage's first updates go by its own norm. None: no clipping.
+
+    Raises:
+        ValueError, TypeError: wrong arguments, all of them named at once, or modules that cannot be trained so.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> batches = [(torch.ones(4, 4), torch.zeros(4, 1))] * 3
+        >>> with AsyncPipeline(
+        ...     model, 2, 2, accumulation=2, loss_fn=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+        ... ) as pipe:
+        ...     results = list(pipe.run(batches))
+        >>> [result.index for result in results], pipe.ledger.max_drift
+        ([0, 1, 2], 1)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        num_stages: int | None = None,
+        num_microbatches: int = 8,
+        *,
+        optimizer: MakeOptimizer,
+        accumulation: int = 1,
+        lr_scheduler: MakeScheduler | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        devices: Sequence[torch.device | str] | None = None,
+        split_points: Sequence[int] | None = None,
+        stages: Sequence[Callable[[], nn.Module]] | None = None,
+        schedule: str = "paci",
+        memory: str = "keep",
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        check_finite: bool = True,
+        max_skipped: int = 10,
+        max_grad_norm: float | None = None,
+        accelerate: bool = True,
+    ) -> None:
+        super().__init__()
+        source = StageSource(model, stages)
+        rank_devices = default_devices(devices)
+        if num_stages is None:
+            num_stages = source.num_children if source.gives_stages else max(2, len(rank_devices))
+        check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, None)
+        check_async_arguments(optimizer, accumulation, schedule, memory, max_skipped, max_grad_norm)
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self._loss_fn = loss_fn
+        self._options = AsyncOptions(
+            accumulation=accumulation,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            stashes=schedule == "pipedream",
+            recomputes=memory == "recompute",
+            seed=seed,
+            timeout_s=timeout_s,
+            check_finite=check_finite,
+            max_skipped=max_skipped,
+            max_grad_norm=max_grad_norm,
+        )
+        self._schedule_name = schedule
+        self._closed = False
+        self._num_batches = 0
+        self._pending: deque[list[Microbatch]] = deque()  # handed over, and their result not yet given out
+        self._async: AsyncEngine | None = None
+        self.model, parts = source.everything()
+        self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
+        self._assembly = StageAssembly(
+            None if stages is not None else self.model,
+            parts,
+            schedule=create_schedule("1f1b", num_ranks=num_stages, num_microbatches=num_microbatches),
+            devices=fit_devices(rank_devices, num_stages, explicit=devices is not None),
+            loss_fn=loss_fn,
+            split_points=known_split_points(split_points, source.num_children, num_stages, source.gives_stages),
+            acceleration=self._acceleration,
+            on_engine=self._begin,
+        )
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def run(self, batches: Iterable[Any], *, drain: bool = True) -> Iterator[AsyncResult]:
+        """Train on batches as they come, each result given out one batch behind (more, where a batch has fewer
+        micro-batches than there are stages).
+
+        Results that were not taken from a run before come first. Leave the loop whenever you like: what is in flight
+        stays there until the next ``run`` or ``drain``.
+
+        Args:
+            batches: each is ``(input, ..., target)``: what the first stage takes, then what ``loss_fn`` takes beside
+                the output, cut along dimension 0 (see ``NoChunk``); or a list of slices that exist already,
+                ``Microbatch`` each.
+            drain: at the end run what is left. False: the next ``run`` goes on without a gap.
+
+        Raises:
+            StageError: user code failed. Micro-batches in flight are lost; weights stay as the last updates left them.
+            ValueError, TypeError: wrong arguments.
+        """
+        lag = max(1, -(-self.num_stages // self.num_microbatches))
+        for batch in batches:
+            self._push(slices_of(batch, self.num_microbatches))
+            while len(self._pending) > lag:
+                yield self._take()
+        while self._pending:
+            yield self._take()
+        if drain:
+            self.drain()
+
+    def drain(self) -> list[AsyncResult]:
+        """Run the backwards that are left, and in every stage an update of what has been accumulated, as the mean over
+        the micro-batches that there are.
+
+        Returns:
+            results that no ``run`` has given out.
+
+        Raises:
+            StageError: as ``run`` does.
+        """
+        results = [self._take() for _ in range(len(self._pending))]
+        if self._async is not None and self._async.is_open:
+            with self._losing_on_failure():
+                self._async.drain()
+            self._async.forget()
+        return results
+
+    def settle(self) -> None:
+        """Wait until the stages have done all that they can with the batches that they have been given, so that no
+        weight changes until there are more. What is in flight stays there.
+
+        Raises:
+            StageError: as ``run`` does.
+        """
+        self._check_open()
+        if self._async is not None:
+            with self._losing_on_failure():
+                self._async.settle()
+
+    def _push(self, slices: list[Microbatch]) -> None:
+        self._check_open()
+        if not torch.is_grad_enabled():
+            raise ValueError(problem("run()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
+        if self._async is None or not self._async.is_open:
+            self._ready(slices)
+        assert self._async is not None
+        self._async.push(slices)
+        self._pending.append(slices)
+
+    def _take(self) -> AsyncResult:
+        assert self._async is not None
+        slices = self._pending[0]
+        with self._losing_on_failure():
+            losses = self._async.take_losses(len(slices))
+        self._pending.popleft()
+        num_samples = sum(one.num_samples for one in slices)
+        shares = [one.num_samples / num_samples for one in slices]
+        loss = join_losses([loss for loss, _ in losses], [count for _, count in losses], shares)
+        self._num_batches += 1
+        return AsyncResult(self._num_batches - 1, loss.mean)
+
+    # --- no gradient ------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """The mean loss of a batch, without gradients, in eval mode; training's state is left untouched.
+
+        Settles the stages first (see ``settle``): by the weights that all batches so far have led to.
+        """
+        slices = split_batch(args, kwargs, target, self.num_microbatches)
+        self.settle()
+        training = [module for module in self.modules() if module.training]
+        self.eval()
+        try:
+            with torch.no_grad():
+                engine = self._assembly.ready_engine(slices)
+                num_samples = sum(one.num_samples for one in slices)
+                done = engine.run(
+                    slices,
+                    [one.num_samples / num_samples for one in slices],
+                    train=False,
+                    step=self._num_batches,
+                    seed=self._options.seed,
+                    timeout_s=self._options.timeout_s,
+                    has_target=True,
+                    check_finite=False,
+                )
+                return step_loss(done).mean
+        finally:
+            self._assembly.restore()
+            for module in training:
+                module.training = True
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> DriftLedger:
+        """How many updates fell between forward and backward, by stage; grows while the stages run."""
+        return empty_ledger(self.num_stages, self._options.accumulation) if self._async is None else self._async.ledger
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer | None]:
+        """Each stage's own, None where nothing trains; empty before the stages are known. Touch them when drained."""
+        return [] if self._async is None else self._async.optimizers
+
+    def report(self) -> dict[str, Any]:
+        """The drift of every stage and what was skipped so far, as plain data."""
+        ledger = self.ledger
+        return {
+            "batches": self._num_batches,
+            "schedule": self._schedule_name,
+            "accumulation": self._options.accumulation,
+            "split_points": self._assembly.split_points,
+            "max_drift": ledger.max_drift,
+            "drift_bounds": [stage.bound for stage in ledger.stages],
+            "drift_microbatches": [dict(stage.microbatches) for stage in ledger.stages],
+            "updates": [stage.num_updates for stage in ledger.stages],
+            "skipped_updates": [stage.num_skipped for stage in ledger.stages],
+            "weight_copies": ledger.num_weight_copies,
+        }
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own ``state_dict``, drained first."""
+        self.drain()
+        return super().state_dict(*args, **kwargs)
+
+    def training_state_dict(self) -> dict[str, Any]:
+        """Optimizers, schedulers and where training stands, drained first: with it and the model's state, a resumed run
+        goes on exactly as this one does."""
+        self.drain()
+        engine = self._async
+        return {
+            "batches": self._num_batches,
+            "microbatches": 0 if engine is None else engine.runtime.num_microbatches,
+            "split_points": self._assembly.split_points,
+            "optimizers": [] if engine is None else [_state_of(one) for one in engine.optimizers],
+            "lr_schedulers": [] if engine is None else [_state_of(one) for one in engine.schedulers],
+        }
+
+    def load_training_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``training_state_dict`` was taken; the stages must be split alike."""
+        self.drain()
+        self._num_batches = int(state["batches"])
+        if state["split_points"] is None:
+            return
+        self._assembly.set_split_points(self._assembly.check_split_points(state["split_points"]))
+        engine = self._async
+        assert engine is not None
+        engine.runtime.num_microbatches = int(state["microbatches"])
+        for owners, states in ((engine.optimizers, state["optimizers"]), (engine.schedulers, state["lr_schedulers"])):
+            for owner, saved in zip(owners, states, strict=True):
+                if owner is not None and saved is not None:
+                    owner.load_state_dict(saved)
+
+    def close(self) -> None:
+        """Let the workers go, and with them what is in flight. Calling it twice is harmless."""
+        self._closed = True
+        if self._async is not None:
+            self._async.close()
+        self._assembly.close()
+        self._acceleration.off()
+
+    def __enter__(self) -> AsyncPipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- the stages -------------------------------------------------------------------------------------------
+
+    def _begin(self, engine: Engine) -> None:
+        """The stages are known: each gets its worker and its optimizer."""
+        owners = {id(owner) for owner in engine.ties.owners.values()}
+        if owners:
+            names = [name for name, parameter in self.named_parameters() if id(parameter) in owners]
+            raise ValueError(
+                problem(
+                    "parameters in two stages",
+                    expected="each in one stage, whose optimizer alone updates it",
+                    got=", ".join(names),
+                    hint="Split elsewhere, untie them, or use FreezingPipeline.",
+                )
+            )
+        if self._async is not None:
+            self._async.close()
+        self._async = AsyncEngine(engine, self._loss_fn, self._options)
+
+    def _ready(self, slices: list[Microbatch]) -> None:
+        """Before the first micro-batch of a stream: the stages as they are now."""
+        try:
+            engine = self._assembly.ready_engine(slices)
+        finally:
+            self._assembly.restore()
+        refuse_unfit_modules(
+            [stage for stage in engine.stages if stage is not None],
+            recomputes=self._options.recomputes,
+            stashes=self._options.stashes,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(problem("the pipeline is closed", hint="Create a new AsyncPipeline."))
+
+    def _losing_on_failure(self) -> _Losing:
+        return _Losing(self._pending)
+
+
+class _Losing:
+    """Around a wait: where it fails, what is in flight is lost, and its results with it."""
+
+    def __init__(self, pending: deque[list[Microbatch]]) -> None:
+        self._pending = pending
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._pending.clear()
+
+
+def _state_of(owner: Any) -> Any:
+    return None if owner is None else owner.state_dict()
