@@ -93,6 +93,23 @@ def test_one_stage_equals_plain_training():
     assert_equal([stage], [model])
 
 
+def test_autocast_casts_the_newest_weights():
+    """Its cache of casts would not notice that weights have changed in place."""
+    torch.manual_seed(0)
+    stage, batches = nn.Linear(WIDTH, WIDTH), [(x.float(), y.float()) for x, y in make_batches()]
+    model = copy.deepcopy(stage)
+    optimizer = sgd(model.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        run([stage], batches, optimizer=sgd)
+    for x, y in slices_of(batches, 4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal([stage], [model])
+
+
 def test_unequal_microbatches_weigh_by_their_samples():
     stages = make_stages(2)
     sizes = [3, 1, 2, 5, 1, 1]
