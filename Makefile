@@ -31,10 +31,10 @@ train: $(EXTENSION)  ## run the main job; pass options as ARGS="--steps 200"
 	$(PY) -m timelyfreeze train $(ARGS)
 
 test: $(EXTENSION) $(DEV)  ## run the test suite
-	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not long" $(ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
 
 test-long: $(EXTENSION) $(DEV)  ## run the tests that take minutes
-	$(ONE_THREAD) $(PY) -m pytest -n 2 -m long -o faulthandler_timeout=1800 $(ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist loadgroup -m long -o faulthandler_timeout=1800 $(ARGS)
 
 lint: $(DEV)  ## check style and types: ruff, mypy, clang-format
 	ruff check .

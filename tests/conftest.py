@@ -11,6 +11,17 @@ settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.load_profile("fixed")
 
 
+# Ranks that are processes of their own fill both cores, and give each other up after some seconds: one such test at a time.
+OF_PROCESSES = ("test_distributed_", "test_cli_distributed", "test_compat")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name.startswith(OF_PROCESSES):
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 @pytest.fixture(autouse=True)
 def to_the_last_bit(request, monkeypatch):
     """Pipelines here run the modules' own forwards, so that parity can be exact, unless a test says accelerate=True.

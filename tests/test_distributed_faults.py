@@ -91,6 +91,7 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_made_on_none():
         assert files_after - files < 8, answer
 
 
+@pytest.mark.long  # the limits are in seconds, and ranks that wait for a processor are late
 def test_failures_at_odd_moments():
     for rank, answer in enumerate(results(launch(3, ranks.meet_oddly))):
         errors = answer["errors"]
