@@ -11,7 +11,7 @@ settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.load_profile("fixed")
 
 
-# Ranks that are processes of their own fill both cores, and give each other up after some seconds: one such test at a time.
+# Ranks that are processes of their own fill both cores, and give each other up after seconds: one such test at a time.
 OF_PROCESSES = ("test_distributed_", "test_cli_distributed", "test_compat")
 
 
