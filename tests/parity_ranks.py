@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,6 +154,35 @@ def plan_for_themselves(rank: int, num_ranks: int, steps: int) -> dict[str, Any]
     dist.barrier()
     dist.destroy_process_group()
     return {**found, "times": used}
+
+
+def many_steps(rank: int, num_ranks: int, steps: int) -> list[list[int]]:
+    """Resident bytes, threads and file descriptors every tenth part of so many planned steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    freeze = FreezeConfig(max_ratio=0.6, replan_interval_steps=100, replan_drift_ratio=0.2)
+    seen = []
+    with FreezingPipeline(
+        stages=[lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU())] * num_ranks,
+        num_microbatches=8,
+        loss_fn=nn.functional.mse_loss,
+        process_group=dist.group.WORLD,
+        freeze=freeze,
+        timeout_s=120.0,
+    ) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        x = torch.randn(64, 64)
+        for step in range(steps):
+            pipe.step(x[: 64 - step % 3], target=x[: 64 - step % 3])
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % (steps // 10) == steps // 10 - 1:
+                resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                seen.append([resident, threading.active_count(), len(os.listdir("/proc/self/fd"))])
+    dist.barrier()
+    dist.destroy_process_group()
+    return seen
 
 
 def layouts(rank: int, num_ranks: int, seed: int, rounds: int) -> list[float]:

@@ -78,3 +78,13 @@ def test_values_of_all_kinds_and_shapes_cross_processes():
     assert every[0] == every[1]
     assert max(abs(loss) for loss in every[0][:rounds]) > 0
     assert all(gradient != 0 for gradient in every[0][rounds:])
+
+
+@pytest.mark.long
+def test_five_thousand_steps_of_two_ranks_hold_memory_flat():
+    for seen in results(run_ranks("tests.parity_ranks:many_steps", 2, timeout_s=1200, args={"steps": 5000})):
+        resident, threads, files = zip(*seen, strict=True)
+        # By step 1,000 every buffer has been made. 4,000 steps that leaked one 64 x 64 gradient each would add 64 MB.
+        assert max(resident[2:]) - resident[1] < 4 * 2**20, resident
+        assert max(threads) - min(threads) <= 1, threads  # a plan may be solved just then
+        assert max(files) == min(files), files
