@@ -138,6 +138,7 @@ def check_resumed(cases):
             assert found["weights"]
 
 
+@pytest.mark.long  # as above
 def test_a_rank_that_is_lost_is_named_on_all_others_and_the_last_checkpoint_goes_on(tmp_path):
     cases = [
         ("killed", 1, "1f1b", False, True),
