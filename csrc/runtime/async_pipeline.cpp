@@ -109,16 +109,7 @@ void AsyncPipeline::take_down() {
 
 void AsyncPipeline::settle_stuck() {
   if (!stuck_) return;
-  bool idle = false;
-  {
-    const py::gil_scoped_release no_gil;
-    idle = workers_.wait_idle_for(kGiveUpAfter);
-  }
-  if (!idle) {
-    throw std::runtime_error(
-        "a stage still runs user code of a stream that was given up. Make that code return, or start a new process.");
-  }
-  take_back_interrupts(thread_ids_);
+  wait_for_stuck(workers_, thread_ids_);
   stuck_.reset();
 }
 

@@ -1,5 +1,7 @@
 #include "runtime/interrupts.h"
 
+#include <stdexcept>
+
 #include "runtime/python_ref.h"
 
 namespace py = pybind11;
@@ -20,6 +22,19 @@ bool wait_or_interrupt(WorkerGroup& workers, const ThreadIds& thread_ids) {
   const bool idle = wait_for(kGiveUpAfter - kInterruptAfter);
   if (idle) take_back_interrupts(thread_ids);
   return idle;
+}
+
+void wait_for_stuck(WorkerGroup& workers, const ThreadIds& thread_ids) {
+  bool idle = false;
+  {
+    const py::gil_scoped_release no_gil;
+    idle = workers.wait_idle_for(kGiveUpAfter);
+  }
+  if (!idle) {
+    throw std::runtime_error(
+        "a stage still runs user code that was cancelled. Make that code return, or start a new process.");
+  }
+  take_back_interrupts(thread_ids);
 }
 
 }  // namespace timelyfreeze

@@ -22,4 +22,7 @@ void take_back_interrupts(const ThreadIds& thread_ids);
 // interpreter lock, which it needs.
 bool wait_or_interrupt(WorkerGroup& workers, const ThreadIds& thread_ids);
 
+// Waits for user code that had been given up on; throws where it still does not come back. Likewise.
+void wait_for_stuck(WorkerGroup& workers, const ThreadIds& thread_ids);
+
 }  // namespace timelyfreeze

@@ -153,16 +153,7 @@ void Pipeline::work(int32_t index) {
 // Waits for user code of a cancelled step that had been given up on.
 void Pipeline::settle() {
   if (!stuck_) return;
-  bool idle = false;
-  {
-    const py::gil_scoped_release no_gil;
-    idle = workers_.wait_idle_for(kGiveUpAfter);
-  }
-  if (!idle) {
-    throw std::runtime_error(
-        "a stage still runs user code of a step that was cancelled. Make that code return, or start a new process.");
-  }
-  take_back_interrupts(thread_ids_);
+  wait_for_stuck(workers_, thread_ids_);
   stuck_.reset();
   abort();
 }
