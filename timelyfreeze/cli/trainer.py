@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -232,12 +233,17 @@ def gradient_norms(pipe: FreezingPipeline) -> dict[str, float]:
 
 def make_optimizer(pipe: FreezingPipeline, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices but no norms, fused where this torch and these devices can."""
-    parameters = list(pipe.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(pipe.parameters(), config)
     try:
         return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
     except RuntimeError:
         return torch.optim.AdamW(groups, lr=config.learning_rate)
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+    """Matrices, which decay, and norms, which do not."""
+    matrices: list[nn.Parameter] = []
+    norms: list[nn.Parameter] = []
+    for parameter in parameters:
+        (matrices if parameter.ndim > 1 else norms).append(parameter)
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
