@@ -108,6 +108,7 @@ class AsyncPipeline:
         loss_fn: Callable[..., Any] | None,
         updates: Sequence[Callable[[float], bool] | None],
         batch_ends: Sequence[Callable[[], Any] | None],
+        loss_scale: Callable[[], float] | None,
         accumulation: int,
         stash: bool,
         recompute: bool,

@@ -173,6 +173,11 @@ void AsyncStream::backward(int32_t stage, int64_t m, bool has_younger) {
   own.ticket.weight = gradients.weight;
   ledger_.count_backward(stage, ledger_.num_updates(stage) - own.updates_at_forward);
   run.window.add(gradients.weight, options_.accumulation);
+  if (is_last(stage) && run.window.size == 1 && !calls_.loss_scale.is_none()) {
+    const py::gil_scoped_acquire gil;
+    gradients.scale = calls_.loss_scale().cast<double>();
+  }
+  if (!is_last(stage) || run.window.size == 1) run.window.scale = gradients.scale;
   if (own.recorded) {
     std::optional<StashGuard> stash;
     const auto stashed = run.stashes.find(own.updates_at_forward);
@@ -186,7 +191,7 @@ void AsyncStream::backward(int32_t stage, int64_t m, bool has_younger) {
   // Copies of weights that no micro-batch waits for any more.
   const int64_t oldest = has_younger ? slot(stage, m + 1).updates_at_forward : ledger_.num_updates(stage);
   run.stashes.erase(run.stashes.begin(), run.stashes.lower_bound(oldest));
-  if (stage > 0) send_grads(stage, m, own, gradients.weight);
+  if (stage > 0) send_grads(stage, m, own, gradients.weight, run.window.scale);
 }
 
 void AsyncStream::recompute(int32_t stage, int64_t m, Slot& own) {
@@ -212,9 +217,9 @@ void AsyncStream::differentiate(int32_t stage, Slot& own, const std::vector<Ship
   std::vector<at::Tensor> grads;
   const Held& held = own.held;
   if (held.loss.defined()) {
-    const double nominal = runs_[static_cast<size_t>(stage)].window.nominal;
+    const Window& window = runs_[static_cast<size_t>(stage)].window;
     roots.push_back(held.loss);
-    grads.push_back(at::full_like(held.loss, (own.is_sum ? 1.0 : own.ticket.weight) / nominal));
+    grads.push_back(at::full_like(held.loss, (own.is_sum ? 1.0 : own.ticket.weight) / window.nominal * window.scale));
   }
   for (size_t i = 0; i < std::min(arrived.size(), held.outputs.size()); ++i) {
     if (!arrived[i].tensor.defined() || !held.outputs[i].defined()) continue;
@@ -227,10 +232,11 @@ void AsyncStream::differentiate(int32_t stage, Slot& own, const std::vector<Ship
   run_backward(roots, grads);
 }
 
-void AsyncStream::send_grads(int32_t stage, int64_t m, const Slot& own, double weight) {
+void AsyncStream::send_grads(int32_t stage, int64_t m, const Slot& own, double weight, double scale) {
   StageRun& below = runs_[static_cast<size_t>(stage) - 1];
   Gradients& gradients = below.gradients[static_cast<size_t>(m) % below.gradients.size()];
   gradients.weight = weight;
+  gradients.scale = scale;
   for (size_t i = 0; i < own.held.inputs.size(); ++i) {
     gradients.tensors.push_back(
         devices_[static_cast<size_t>(stage)].send(own.held.input_grad(i), devices_[static_cast<size_t>(stage) - 1]));

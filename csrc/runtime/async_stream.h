@@ -32,6 +32,7 @@ struct AsyncCalls {
   pybind11::object loss_fn;               // None: the last stage takes the target and returns the loss
   std::vector<pybind11::object> updates;  // a stage: (factor for the gradients) -> whether the weights changed; or None
   std::vector<pybind11::object> batch_ends;  // a stage: () after the last backward of a batch; or None
+  pybind11::object loss_scale;               // () -> what the losses of the next update are multiplied by; or None
 };
 
 // What goes through the stages with a micro-batch.
@@ -94,6 +95,7 @@ class AsyncStream {
   struct Gradients {
     std::vector<Shipment> tensors;
     double weight = 1.0;
+    double scale = 1.0;  // of the loss that they are of
   };
   // A micro-batch between its forward and its backward.
   struct Slot {
@@ -108,14 +110,15 @@ class AsyncStream {
   };
   // The gradients that the next update is of. They are divided by the first micro-batch's weight times how many there
   // shall be as they come, and what that differs from their weights' sum by is the update's factor: 1 where all weigh
-  // the same.
+  // the same. It takes the loss scale out as well.
   struct Window {
     double nominal = 0.0;
     double sum = 0.0;
+    double scale = 1.0;
     int64_t size = 0;
 
     void add(double weight, int64_t accumulation);
-    [[nodiscard]] double factor() const { return sum > 0.0 ? nominal / sum : 1.0; }
+    [[nodiscard]] double factor() const { return (sum > 0.0 ? nominal / sum : 1.0) / scale; }
   };
   struct alignas(64) StageRun {
     std::atomic<uint32_t> rings{0};
@@ -153,7 +156,7 @@ class AsyncStream {
   void take_loss(const pybind11::object& loss, Slot& own);
   void backward(int32_t stage, int64_t m, bool has_younger);
   void differentiate(int32_t stage, Slot& own, const std::vector<Shipment>& arrived);
-  void send_grads(int32_t stage, int64_t m, const Slot& own, double weight);
+  void send_grads(int32_t stage, int64_t m, const Slot& own, double weight, double scale);
   void update(int32_t stage, int64_t m, int64_t num_outstanding);
   void stash_weights(int32_t stage);
   [[nodiscard]] uint64_t seed_of(int32_t stage, char kind, int64_t m) const;

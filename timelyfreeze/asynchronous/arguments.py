@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
 
@@ -12,7 +14,13 @@ MEMORIES = ("keep", "recompute")
 
 
 def check_async_arguments(
-    optimizer: Any, accumulation: int, schedule: str, memory: str, max_skipped: int, max_grad_norm: float | None
+    optimizer: Any,
+    accumulation: int,
+    schedule: str,
+    memory: str,
+    max_skipped: int,
+    max_grad_norm: float | None,
+    grad_scaler: Any,
 ) -> None:
     """Raise ValueError with everything that is wrong."""
     problems = []
@@ -35,6 +43,9 @@ def check_async_arguments(
         problems.append(problem("max_skipped", expected="1 or more", got=max_skipped))
     if max_grad_norm is not None and not max_grad_norm > 0:
         problems.append(problem("max_grad_norm", expected="None, or a number above 0", got=max_grad_norm))
+    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+        got = type(grad_scaler).__name__
+        problems.append(problem("grad_scaler", expected="None, or a torch.amp.GradScaler", got=got))
     raise_all(ValueError, problems)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from timelyfreeze import _C
 from timelyfreeze.asynchronous.ledger import DriftLedger, read_ledger
 from timelyfreeze.asynchronous.norms import DelayedNorm, lag_of
+from timelyfreeze.asynchronous.scaling import DelayedLossScale
 from timelyfreeze.asynchronous.updates import Clip, MakeOptimizer, StageUpdate, make_optimizer
 from timelyfreeze.errors import StageError, problem
 from timelyfreeze.runtime.engine import Engine
@@ -36,6 +37,7 @@ class AsyncOptions:
     check_finite: bool
     max_skipped: int
     max_grad_norm: float | None
+    grad_scaler: torch.amp.GradScaler | None
 
 
 class AsyncEngine:
@@ -59,24 +61,22 @@ class AsyncEngine:
         make_scheduler = options.lr_scheduler
         self.schedulers = [None if o is None or make_scheduler is None else make_scheduler(o) for o in self.optimizers]
         updating = [stage for stage, optimizer in enumerate(self.optimizers) if optimizer is not None]
-        self._norms = DelayedNorm(len(updating), lag_of(num_stages, options.accumulation))
-        updates = []
-        for stage, optimizer in enumerate(self.optimizers):
-            clip = None
-            if options.max_grad_norm is not None and optimizer is not None:
-                clip = Clip(self._norms, updating.index(stage), options.max_grad_norm)
-            update = None
-            if optimizer is not None:
-                update = StageUpdate(
-                    optimizer, check_finite=options.check_finite, max_skipped=options.max_skipped, clip=clip
-                )
-            updates.append(update)
+        lag = lag_of(num_stages, options.accumulation)
+        self._norms = DelayedNorm(len(updating), lag)
+        self.loss_scale: DelayedLossScale | None = None
+        if options.grad_scaler is not None and options.grad_scaler.is_enabled():
+            self.loss_scale = DelayedLossScale(options.grad_scaler, len(updating), lag)
+        self._updates = [
+            None if optimizer is None else self._make_update(optimizer, updating.index(stage))
+            for stage, optimizer in enumerate(self.optimizers)
+        ]
         self.runtime = _C.AsyncPipeline(
             [stage for stage in engine.runtime_stages if stage is not None],
             [str(device) for device in engine.devices],
             loss_fn,
-            updates,
+            self._updates,
             [None if scheduler is None else scheduler.step for scheduler in self.schedulers],
+            None if self.loss_scale is None else self.loss_scale.begin_update,
             options.accumulation,
             options.stashes,
             options.recomputes,
@@ -90,6 +90,17 @@ class AsyncEngine:
             thread.start()
         # Runs at exit too: a daemon thread that wakes when the interpreter is gone would be killed inside C++.
         self._finalizer = weakref.finalize(self, _close, self.runtime, self._threads)
+
+    def _make_update(self, optimizer: torch.optim.Optimizer, place: int) -> StageUpdate:
+        options = self._options
+        return StageUpdate(
+            optimizer,
+            place,
+            check_finite=options.check_finite,
+            max_skipped=options.max_skipped,
+            clip=None if options.max_grad_norm is None else Clip(self._norms, place, options.max_grad_norm),
+            loss_scale=self.loss_scale,
+        )
 
     @property
     def is_open(self) -> bool:
@@ -132,6 +143,8 @@ class AsyncEngine:
         """Run the backwards and updates that are left. Raises as ``take_losses`` does."""
         if self.is_open:
             self._check(self.runtime.drain(self._options.timeout_s))
+            if self.loss_scale is not None:
+                self.loss_scale.settle()
 
     def forget(self) -> None:
         """End a stream that has been drained."""
@@ -143,6 +156,30 @@ class AsyncEngine:
             for parameter in parameters:
                 parameter.grad = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """When drained, what the next updates depend on beside the weights."""
+        return {
+            "microbatches": self.runtime.num_microbatches,
+            "optimizers": [_state_of(one) for one in self.optimizers],
+            "lr_schedulers": [_state_of(one) for one in self.schedulers],
+            "skipped_in_a_row": [None if one is None else one.skipped_in_a_row for one in self._updates],
+            "gradient_norms": self._norms.state_dict(),
+            "loss_scale": _state_of(self.loss_scale),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self.runtime.num_microbatches = int(state["microbatches"])
+        owners = [*self.optimizers, *self.schedulers, self.loss_scale]
+        states = [*state["optimizers"], *state["lr_schedulers"], state["loss_scale"]]
+        for owner, saved in zip(owners, states, strict=True):
+            if owner is not None and saved is not None:
+                owner.load_state_dict(saved)
+        for update, skipped in zip(self._updates, state["skipped_in_a_row"], strict=True):
+            if update is not None:
+                update.skipped_in_a_row = skipped
+        self._norms.load_state_dict(state["gradient_norms"])
+
     def close(self) -> None:
         """Let the workers go, and what is in flight with them. Calling it twice is harmless."""
         self._finalizer()
@@ -152,6 +189,8 @@ class AsyncEngine:
             return
         place, error = self.runtime.take_failure()
         self._norms.reset()
+        if self.loss_scale is not None:
+            self.loss_scale.reset()
         self.forget_gradients()
         if place is None:
             raise error
@@ -168,6 +207,10 @@ class AsyncEngine:
             action=f"{stage}{kind}{microbatch}",
             step=microbatch,
         ) from error
+
+
+def _state_of(owner: Any) -> Any:
+    return None if owner is None else owner.state_dict()
 
 
 def _close(runtime: _C.AsyncPipeline, threads: list[threading.Thread]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -52,6 +54,17 @@ class DelayedNorm:
             if wanted < 0:
                 return square.sqrt()
             return torch.stack([self._square(other, wanted) for other in range(self._num_stages)]).sum().sqrt()
+
+    def state_dict(self) -> dict[str, Any]:
+        """When drained, the squares that the next updates go by, a list a place."""
+        return {"counts": list(self._counts), "squares": [[float(one) for one in own] for own in self._squares]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self.reset()
+        self._counts = list(state["counts"])
+        for own, saved in zip(self._squares, state["squares"], strict=True):
+            own.extend(torch.tensor(one, dtype=torch.float64) for one in saved)
 
     def _square(self, place: int, index: int) -> torch.Tensor:
         squares = self._squares[place]

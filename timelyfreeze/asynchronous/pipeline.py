@@ -72,6 +72,9 @@ class AsyncPipeline(ModelWrapper):
         max_skipped: so many left out in a row end the run with a StageError.
         max_grad_norm: clips by the whole model's gradient norm as it was ``ceil((N-1)/accumulation) + 1`` updates
             before: known without waiting. A stage's first updates go by its own norm. None: no clipping.
+        grad_scaler: scales losses for float16 by its rule, as many updates late; the pipeline works it, and it shows
+            the scale when drained. Updates that overflow are left out where they do, and at scales above 1 they do not
+            count towards ``max_skipped``.
 
     Raises:
         ValueError, TypeError: wrong arguments, all of them named at once, or modules that cannot be trained so.
@@ -107,6 +110,7 @@ class AsyncPipeline(ModelWrapper):
         check_finite: bool = True,
         max_skipped: int = 10,
         max_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         accelerate: bool = True,
     ) -> None:
         super().__init__()
@@ -115,7 +119,7 @@ class AsyncPipeline(ModelWrapper):
         if num_stages is None:
             num_stages = source.num_children if source.gives_stages else max(2, len(rank_devices))
         check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, None)
-        check_async_arguments(optimizer, accumulation, schedule, memory, max_skipped, max_grad_norm)
+        check_async_arguments(optimizer, accumulation, schedule, memory, max_skipped, max_grad_norm, grad_scaler)
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
         self._loss_fn = loss_fn
@@ -130,6 +134,7 @@ class AsyncPipeline(ModelWrapper):
             check_finite=check_finite,
             max_skipped=max_skipped,
             max_grad_norm=max_grad_norm,
+            grad_scaler=grad_scaler,
         )
         self._schedule_name = schedule
         self._closed = False
@@ -275,6 +280,7 @@ class AsyncPipeline(ModelWrapper):
     def report(self) -> dict[str, Any]:
         """The drift of every stage and what was skipped so far, as plain data."""
         ledger = self.ledger
+        loss_scale = None if self._async is None else self._async.loss_scale
         return {
             "batches": self._num_batches,
             "schedule": self._schedule_name,
@@ -286,6 +292,7 @@ class AsyncPipeline(ModelWrapper):
             "updates": [stage.num_updates for stage in ledger.stages],
             "skipped_updates": [stage.num_skipped for stage in ledger.stages],
             "weight_copies": ledger.num_weight_copies,
+            "loss_scale": None if loss_scale is None else loss_scale.scale,
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -300,10 +307,8 @@ class AsyncPipeline(ModelWrapper):
         engine = self._async
         return {
             "batches": self._num_batches,
-            "microbatches": 0 if engine is None else engine.runtime.num_microbatches,
             "split_points": self._assembly.split_points,
-            "optimizers": [] if engine is None else [_state_of(one) for one in engine.optimizers],
-            "lr_schedulers": [] if engine is None else [_state_of(one) for one in engine.schedulers],
+            "stages": None if engine is None else engine.state_dict(),
         }
 
     def load_training_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,13 +318,8 @@ class AsyncPipeline(ModelWrapper):
         if state["split_points"] is None:
             return
         self._assembly.set_split_points(self._assembly.check_split_points(state["split_points"]))
-        engine = self._async
-        assert engine is not None
-        engine.runtime.num_microbatches = int(state["microbatches"])
-        for owners, states in ((engine.optimizers, state["optimizers"]), (engine.schedulers, state["lr_schedulers"])):
-            for owner, saved in zip(owners, states, strict=True):
-                if owner is not None and saved is not None:
-                    owner.load_state_dict(saved)
+        assert self._async is not None
+        self._async.load_state_dict(state["stages"])
 
     def close(self) -> None:
         """Let the workers go, and with them what is in flight. Calling it twice is harmless."""
@@ -386,7 +386,3 @@ class _Losing:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._pending.clear()
-
-
-def _state_of(owner: Any) -> Any:
-    return None if owner is None else owner.state_dict()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from timelyfreeze.asynchronous.norms import DelayedNorm
+from timelyfreeze.asynchronous.scaling import DelayedLossScale
 from timelyfreeze.errors import problem
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -49,17 +50,29 @@ class StageUpdate:
         optimizer: of the stage's parameters, which nobody else writes.
         check_finite: leave out an update where a gradient is NaN or infinite.
         max_skipped: so many left out in a row raise FloatingPointError.
+        place: of the stage among those that update.
         clip: what the gradients are scaled by, known from the norms of updates before; None: nothing.
+        loss_scale: is told whether they were finite; an overflow that a smaller scale may mend does not count as
+            left out in a row.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, check_finite: bool, max_skipped: int, clip: Clip | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        place: int,
+        *,
+        check_finite: bool,
+        max_skipped: int,
+        clip: Clip | None = None,
+        loss_scale: DelayedLossScale | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._check_finite = check_finite
         self._max_skipped = max_skipped
         self._clip = clip
-        self._skipped_in_a_row = 0
+        self._place = place
+        self._loss_scale = loss_scale
+        self.skipped_in_a_row = 0
 
     def __call__(self, factor: float) -> bool:
         """Update the weights by the gradients times ``factor``; returns whether they were changed."""
@@ -71,7 +84,7 @@ class StageUpdate:
         ]
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
-        finite = not self._check_finite or all_finite(grads)
+        finite = not (self._check_finite or self._loss_scale is not None) or all_finite(grads)
         if self._clip is not None:
             self._clip(grads if finite else [])
         if finite:
@@ -80,10 +93,13 @@ class StageUpdate:
             with _unsafe_preserve_version_counter(tuple(parameters)):
                 self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self._max_skipped:
+        is_fault = not finite
+        if self._loss_scale is not None:
+            is_fault = self._loss_scale.end_update(self._place, finite=finite)
+        self.skipped_in_a_row = self.skipped_in_a_row + int(is_fault) if not finite else 0
+        if self.skipped_in_a_row >= self._max_skipped:
             raise FloatingPointError(
-                f"the gradients of {self._skipped_in_a_row} updates in a row are NaN or infinite; all of them were "
+                f"the gradients of {self.skipped_in_a_row} updates in a row are NaN or infinite; all of them were "
                 "left out. Lower the learning rate, or look for what is not finite in the input."
             )
         return finite
