@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from statistics import median
 
 import pytest
 import torch
@@ -17,6 +21,8 @@ from timelyfreeze.runtime.memory import count_saved_bytes
 
 NUM_STAGES = 2
 NUM_BATCHES = 12  # a measured round
+
+NUM_PROCESSES = 5  # a side, whose peak memory is looked at
 
 
 def workload(num_microbatches: int) -> Workload:
@@ -110,4 +116,36 @@ def test_async(num_microbatches: int) -> None:
         stream_peak_activation_bytes=peaks[1],
         max_drift=ledger.max_drift,
         weight_copies=ledger.num_weight_copies,
+    )
+
+
+def peak_bytes(side: type[Flush] | type[Stream]) -> int:
+    """The most memory that this process ever had, which should be a fresh one: after training in large micro-batches,
+    so that tensors are most of it."""
+    torch.set_num_threads(1)
+    work = Workload(
+        partial(mlp_stages, NUM_STAGES, 4, 512), partial(normal_batch, 4 * 1024, 512), nn.functional.mse_loss, 4
+    )
+    training = side(work)
+    with training.pipe:
+        for _ in range(2):
+            training.round()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_peak_memory() -> None:
+    peaks: dict[str, list[int]] = {"flush": [], "stream": []}
+    for _ in range(NUM_PROCESSES):
+        for name, side in (("flush", Flush), ("stream", Stream)):
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+                peaks[name].append(fresh.submit(peak_bytes, side).result())
+    flush, stream = (median(own) for own in peaks.values())
+    print(f"\npeak memory of a process: {stream / 2**20:.0f} MiB of {flush / 2**20:.0f}: {stream / flush:.4f}")
+    record(
+        "async_memory",
+        num_stages=NUM_STAGES,
+        num_microbatches=4,
+        flush_peak_bytes=peaks["flush"],
+        stream_peak_bytes=peaks["stream"],
+        ratio=stream / flush,
     )
