@@ -1,4 +1,4 @@
-"""How much sooner does a run without a flush reach flush's final loss? ``python -m bench.async_time_to_loss [SEED ...]``.
+"""How much sooner is flush's final loss reached without a flush? ``python -m bench.async_time_to_loss [SEED ...]``.
 
 The main job's language model in 2 stages, 2 micro-batches a batch: flush and stream take turns, some steps each, and
 are validated in between, outside the time. Leaves a row a seed in bench/results/async_time_to_loss.jsonl; a seed takes
