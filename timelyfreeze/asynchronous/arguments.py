@@ -8,8 +8,8 @@ import torch
 
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.runtime.microbatch import Microbatch, as_microbatches, split_batch
+from timelyfreeze.schedule.asynchronous import STREAM_SCHEDULES
 
-SCHEDULES = ("paci", "pipedream")
 MEMORIES = ("keep", "recompute")
 
 
@@ -35,8 +35,8 @@ def check_async_arguments(
         )
     if accumulation < 1:
         problems.append(problem("accumulation", expected="1 or more", got=accumulation))
-    if schedule not in SCHEDULES:
-        problems.append(problem("schedule", expected=" or ".join(SCHEDULES), got=schedule))
+    if schedule not in STREAM_SCHEDULES:
+        problems.append(problem("schedule", expected=" or ".join(STREAM_SCHEDULES), got=schedule))
     if memory not in MEMORIES:
         problems.append(problem("memory", expected=" or ".join(MEMORIES), got=memory))
     if max_skipped < 1:

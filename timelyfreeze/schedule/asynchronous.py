@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from timelyfreeze.errors import problem
 
+STREAM_SCHEDULES = ("paci", "pipedream")
+"""What ``AsyncPipeline`` calls them: backward by the newest weights, or by copies of those that forward had."""
+
 
 class StreamAction(NamedTuple):
     """A forward "F" or backward "B" of a micro-batch in a stage, or, "U", the update that follows its backward."""
