@@ -28,7 +28,7 @@ from timelyfreeze.schedule import Schedule, create_schedule
 def textbook_lp(schedule: Schedule, costs: ActionCosts, max_ratio: float) -> SparseLp:
     """t_b - t_a + span_a r_a >= upper_a (+ transfer) for every wait, T after every rank's end, and the caps."""
     model = CostModel(schedule, costs)
-    problem: Problem = formulate(schedule, model, Limits.of_options(model, PlanOptions(max_ratio, "lp"))).problem
+    problem: Problem = formulate(model, Limits.of_options(model, PlanOptions(max_ratio, "lp"))).problem
     before, after = row_nodes(problem.graph)
     num, num_ratios, scale = len(problem.upper_s), len(problem.upper), float(problem.upper_s.max())
     rows = []

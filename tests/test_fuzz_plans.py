@@ -68,7 +68,7 @@ def test_plans_against_independent_programs(block: int) -> None:
         assert plan.makespan_s <= by_program.makespan_s * (1 + 1e-6)
         assert plan.makespan_s >= proven * (1 - 2e-4)
         model = CostModel(case.schedule, case.costs)
-        bound = relaxation_bound(case.schedule, model, Limits.of_options(model, case.options), time_limit_s=60.0)
+        bound = relaxation_bound(model, Limits.of_options(model, case.options), time_limit_s=60.0)
         assert bound > 0 or dense.shortest() == 0
         assert bound <= min(plan.makespan_s, by_program.makespan_s, optimum) * (1 + 1e-6) + 1e-9 * dense.scale
         assert plan.objective_s >= min(bound, plan.makespan_s) * (1 - 1e-6)

@@ -22,7 +22,7 @@ from timelyfreeze.schedule import Kind, Schedule, create_schedule
 
 
 def formulation_of(schedule: Schedule, model: CostModel, cap: float) -> Formulation:
-    return formulate(schedule, model, Limits.of_options(model, PlanOptions(cap, "lp")))
+    return formulate(model, Limits.of_options(model, PlanOptions(cap, "lp")))
 
 
 def sparse(schedule: Schedule, costs: ActionCosts, cap: float) -> tuple[np.ndarray, float]:

@@ -49,7 +49,7 @@ def test_plans_obey_the_limits_of_parameters(mode: str, seed: int) -> None:
     assert plan.makespan_s <= plan.unfrozen_makespan_s
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     model = CostModel(schedule, costs)
-    bound_s = relaxation_bound(schedule, model, Limits.of_options(model, plan.options), time_limit_s=60)
+    bound_s = relaxation_bound(model, Limits.of_options(model, plan.options), time_limit_s=60)
     assert bound_s <= plan.makespan_s
 
 

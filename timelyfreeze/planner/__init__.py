@@ -7,11 +7,12 @@ from timelyfreeze.planner.fewer import fewer_microbatches
 from timelyfreeze.planner.make import Planner, make_plan
 from timelyfreeze.planner.microbatches import choose_microbatches
 from timelyfreeze.planner.model import predict_makespans
-from timelyfreeze.planner.options import MODES, ParameterLimits, PlanOptions
+from timelyfreeze.planner.options import GOALS, MODES, ParameterLimits, PlanOptions
 from timelyfreeze.planner.plan import Plan
 from timelyfreeze.planner.true_cost import PlannedDurations, planned_durations
 
 __all__ = [
+    "GOALS",
     "MODES",
     "BackgroundPlanner",
     "ParameterLimits",

@@ -16,20 +16,18 @@ from timelyfreeze.planner.limits import Limits
 from timelyfreeze.planner.lp import Budget, Problem, SparseLp, row_nodes
 from timelyfreeze.planner.model import CostModel, Floats, Ints
 from timelyfreeze.planner.solve_lp import minimize_lp
-from timelyfreeze.schedule import Schedule
-from timelyfreeze.schedule.graph import graph_of
 
 
 class FixedCuts:
     """The linear program over ratios for given cuts.
 
     Args:
-        schedule, model, limits: what is planned.
+        model, limits: what is planned.
         solver: used for every solve.
     """
 
-    def __init__(self, schedule: Schedule, model: CostModel, limits: Limits, solver: HighsSolver) -> None:
-        self._graph, self._model, self._limits, self._solver = graph_of(schedule), model, limits, solver
+    def __init__(self, model: CostModel, limits: Limits, solver: HighsSolver) -> None:
+        self._graph, self._model, self._limits, self._solver = model.graph, model, limits, solver
         self._stages, self._microbatches = np.nonzero(model.freezable)
         self._numbers = np.full(model.freezable.shape, -1)
         self._numbers[self._stages, self._microbatches] = np.arange(len(self._stages))
@@ -65,11 +63,16 @@ class FixedCuts:
         grid = np.zeros(self._model.freezable.shape)
         # A basic solution is exact up to rounding; ratios within 1e-9 of a bound are that bound.
         grid[self._stages, self._microbatches] = np.where(found < 1e-9, 0.0, np.where(found > 1 - 1e-9, 1.0, found))
-        return self._limits.trim(grid)
+        is_open = np.zeros(grid.shape, dtype=np.bool_)
+        is_open[self._stages, self._microbatches] = (problem.lower < 1.0) & (problem.upper > 0.0)
+        return self._limits.trim(self._model.even_out(grid, is_open, self._lowest(cuts)))
+
+    def _lowest(self, cuts: Ints) -> Ints:
+        return self._training[cuts, np.arange(self._model.num_microbatches)]
 
     def _problem(self, cuts: Ints, most: Floats) -> Problem | None:
         model, limits, nodes = self._model, self._limits, self._model.nodes
-        cuts = self._training[cuts, np.arange(model.num_microbatches)]
+        cuts = self._lowest(cuts)
         cut = cuts[nodes.microbatch]
         skipped = nodes.is_backward & (nodes.stage < cut)
         at_cut = nodes.is_backward & (nodes.stage == cut) & model.freezable[nodes.stage, nodes.microbatch]
@@ -107,7 +110,7 @@ class FixedCuts:
         )
 
 
-def relaxation_bound(schedule: Schedule, model: CostModel, limits: Limits, *, time_limit_s: float) -> float:
+def relaxation_bound(model: CostModel, limits: Limits, *, time_limit_s: float) -> float:
     """Seconds that no plan within the limits can be faster than, whatever its cuts: the relaxed program's optimum.
 
     Two rows make it tighter than the plain relaxation: at most ``floor(cap M)`` micro-batches train nothing in a stage,
@@ -117,7 +120,7 @@ def relaxation_bound(schedule: Schedule, model: CostModel, limits: Limits, *, ti
     Returns:
         0 where the optimum was not found in time: no plan is faster than that either.
     """
-    program = _Relaxation(schedule, model, limits)
+    program = _Relaxation(model, limits)
     optimum = relaxed_optimum(program.build(), time_limit_s)
     # Below the optimum by more than the solver's tolerance, so that it stays a bound.
     return 0.0 if optimum is None else optimum * program.scale_s * (1 - 1e-6)
@@ -126,16 +129,16 @@ def relaxation_bound(schedule: Schedule, model: CostModel, limits: Limits, *, ti
 class _Relaxation:
     """The relaxed program's rows, gathered as triples. Columns: starts, makespan, then r, z and y by place."""
 
-    def __init__(self, schedule: Schedule, model: CostModel, limits: Limits) -> None:
+    def __init__(self, model: CostModel, limits: Limits) -> None:
         self._model, self._limits = model, limits
-        self._before, self._after = row_nodes(graph_of(schedule))
+        self._before, self._after = row_nodes(model.graph)
         num, places = len(model.upper_s), model.freezable.size
         self.makespan = num
         self.scale_s = float(max(model.upper_s.max(), model.transfer_s.max())) or 1.0
         self._columns = num + 1 + np.arange(3 * places).reshape(3, *model.freezable.shape)
         self._rows: list[tuple[Ints, Floats]] = []
         self._limits_of_rows: list[tuple[float, float]] = []
-        self._delay = self._delays(schedule)
+        self._delay = self._delays()
 
     def build(self) -> SparseLp:
         model, num = self._model, self.makespan
@@ -168,8 +171,8 @@ class _Relaxation:
         self._rows.append((index, value))
         self._limits_of_rows.append((low, high))
 
-    def _delays(self, schedule: Schedule) -> Floats:
-        num_ranks = schedule.num_ranks
+    def _delays(self) -> Floats:
+        num_ranks = self._model.graph.rank[-1] + 1
         first_data = len(self._model.upper_s) - num_ranks
         delay = np.zeros(len(self._before))
         readers = self._after[first_data:-num_ranks]

@@ -103,6 +103,12 @@ class CutSearch:
             self._descend(seed)
         return self._finish()
 
+    def solve_cuts(self, cuts: Ints) -> Floats:
+        """The best ratios with these cuts, which the limits must allow: least time first, then least freezing."""
+        found = self._solve_live(cuts, is_exact=True)
+        assert found is not None
+        return found.ratios
+
     def _spread(self, starts: Ints) -> Iterator[Ints]:
         """At most a third of the effort goes into the first cuts; where they are too many, evenly spread ones."""
         most = max(1, self._effort // (3 * self._price))

@@ -9,8 +9,6 @@ import numpy as np
 from timelyfreeze.planner.limits import Limits
 from timelyfreeze.planner.lp import Budget, Problem
 from timelyfreeze.planner.model import CostModel, Floats, Ints
-from timelyfreeze.schedule import Schedule
-from timelyfreeze.schedule.graph import graph_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Formulation:
         return self.limits.trim(grid)
 
 
-def formulate(schedule: Schedule, model: CostModel, limits: Limits) -> Formulation:
+def formulate(model: CostModel, limits: Limits) -> Formulation:
     """Write down the linear program that knows no cuts: bounds, order, data and every stage's cap."""
     stages, microbatches = np.nonzero(model.freezable)
     numbers = np.full(model.freezable.shape, -1)
@@ -60,7 +58,7 @@ def formulate(schedule: Schedule, model: CostModel, limits: Limits) -> Formulati
         if len(ratios):
             caps.append(Budget(ratios.tolist(), float(limits.sums[stage])))
     problem = Problem(
-        graph=graph_of(schedule),
+        graph=model.graph,
         upper_s=model.upper_s,
         span_s=np.where(model.is_freezable, model.upper_s - lower, 0.0),
         ratio=np.where(model.is_freezable, numbers[nodes.stage, nodes.microbatch], -1),

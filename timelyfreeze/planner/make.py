@@ -20,6 +20,7 @@ from timelyfreeze.planner.model import Bools, CostModel, Floats
 from timelyfreeze.planner.options import PlanOptions
 from timelyfreeze.planner.plan import Plan, plan_of_grid
 from timelyfreeze.planner.solve_lp import minimize_lp
+from timelyfreeze.planner.stream import cost_model
 from timelyfreeze.schedule import Schedule
 
 _ROUNDING = 1e-6  # of a makespan beside a target
@@ -34,6 +35,7 @@ def make_plan(
     max_ratio: float = 0.3,
     mode: str = "cut",
     *,
+    goal: str = "makespan",
     stage_max_ratio: Mapping[int, float] | None = None,
     weights: Mapping[int, float] | None = None,
     target_makespan_s: float | None = None,
@@ -46,8 +48,8 @@ def make_plan(
     Args:
         schedule: the order on every rank.
         costs: bounds of exactly this schedule's actions.
-        max_ratio, mode, stage_max_ratio, weights, target_makespan_s, live_microbatches, min_live_ratio, floor_ratio:
-            see ``PlanOptions``. The same input gives the same plan.
+        max_ratio, mode, goal, stage_max_ratio, weights, target_makespan_s, live_microbatches, min_live_ratio,
+            floor_ratio: see ``PlanOptions``. The same input gives the same plan.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the costs are not this schedule's.
@@ -61,10 +63,14 @@ def make_plan(
     (522.0, 342.0, [1, 1, 0, 0, 0, 0, 0, 1])
     >>> round(make_plan(schedule, costs, max_ratio=0.5, mode="lp").objective_s, 1)
     387.0
+    >>> stream = make_plan(schedule, costs, max_ratio=0.5, goal="period")
+    >>> round(stream.unfrozen_makespan_s, 1), round(stream.makespan_s, 1), stream.objective_s <= stream.makespan_s
+    (464.0, 360.0, True)
     """
     options = PlanOptions(
         max_ratio=max_ratio,
         mode=mode,
+        goal=goal,
         stage_max_ratio=stage_max_ratio,
         weights=weights,
         target_makespan_s=target_makespan_s,
@@ -137,7 +143,7 @@ class Planner:
         if options is not None and options != self.options:
             options.caps(self.schedule.num_stages, self.schedule.num_microbatches)
             self.options, self._last = options, None
-        model = CostModel(self.schedule, costs)
+        model = cost_model(self.schedule, costs, self.options.goal)
         limits = Limits.of_options(model, self.options)
         target_s = self.options.target_makespan_s or 0.0
         self._solver.is_stopped = is_stopped
@@ -166,7 +172,7 @@ class Planner:
 
     def _solve_lp(self, model: CostModel, limits: Limits, target_s: float) -> tuple[Floats, float]:
         """Ratios ``[num_stages, num_microbatches]``, and the time in seconds that the linear program promises."""
-        formulation = formulate(self.schedule, model, limits)
+        formulation = formulate(model, limits)
         start = None
         if self._basis is not None and np.array_equal(self._basis[1], model.freezable):
             start = self._basis[0]
@@ -178,6 +184,8 @@ class Planner:
         # The optimum lies between the two by definition; the solver's tolerance must not say otherwise.
         shortest_s = min(max(shortest_s, model.frozen_makespan()), unfrozen_s)
         promised_s = min(max(shortest_s, target_s), unfrozen_s)
+        if self.options.goal == "period":
+            return self._even_ratios(model, limits), promised_s
         ratios = formulation.to_grid(ratios)
         least = np.minimum(limits.sums, ratios.sum(axis=1))
         # Above the least makespan the caps do not bind: what is dealt out by whole micro-batches is the amount that the
@@ -188,6 +196,12 @@ class Planner:
             if model.makespans(chosen[None])[0] <= target_s * (1 + _ROUNDING):
                 break
         return chosen, promised_s
+
+    def _even_ratios(self, model: CostModel, limits: Limits) -> Floats:
+        """The linear program's ratios, as even over micro-batches as the bottom of each stage lets them be."""
+        programs = FixedCuts(model, limits, self._solver)
+        no_cuts = np.zeros(model.num_microbatches, dtype=np.intp)
+        return CutSearch(model, limits, programs).solve_cuts(no_cuts)
 
     def _solve_cut(
         self,
@@ -204,10 +218,8 @@ class Planner:
         if self._last is not None and limits.allow(self._last) and not limits.starved(model, self._last).any():
             plans.append(self._last)
         on_better(min(plans, key=lambda ratios: float(model.makespans(ratios[None])[0])), 0.0)
-        bound_s = relaxation_bound(
-            self.schedule, model, limits, time_limit_s=max(ends_s - time.monotonic(), _LEAST_BOUND_S)
-        )
-        programs = FixedCuts(self.schedule, model, limits, self._solver)
+        bound_s = relaxation_bound(model, limits, time_limit_s=max(ends_s - time.monotonic(), _LEAST_BOUND_S))
+        programs = FixedCuts(model, limits, self._solver)
 
         def search(target_s: float, plans: list[Floats]) -> Found:
             return CutSearch(

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import problem
 from timelyfreeze.schedule import Schedule
-from timelyfreeze.schedule.graph import graph_of
+from timelyfreeze.schedule.graph import NodeArrays, graph_of
 from timelyfreeze.schedule.simulate import transfer_times
 
 Floats = NDArray[np.float64]
@@ -63,6 +63,7 @@ class CostModel:
     early and takes u (1 - r); above it takes u - (u - l) r. Forwards take their upper bound.
 
     Attributes:
+        graph: what waits for what, as linear programs over this model see it.
         num_stages, num_microbatches: the size of a grid.
         upper_s, lower_s: the bounds of every node; equal where it cannot be frozen, 0 where it never runs.
         is_freezable: of every node.
@@ -75,7 +76,7 @@ class CostModel:
     """
 
     def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
-        graph = graph_of(schedule)
+        graph = self.graph = graph_of(schedule)
         nodes = self.nodes = graph.arrays
         self.num_stages = schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
@@ -92,10 +93,7 @@ class CostModel:
         self.upper_s = np.where(never, 0.0, upper)
         self.lower_s = np.where(self.is_freezable, lower, self.upper_s)
         self.transfer_s = np.where(never, 0.0, transfer_times(schedule, costs.transfer_s))
-        # In level order, behind a row 0 that stands for "waits for nothing".
-        row = np.zeros(len(graph.actions) + 1, dtype=np.intp)
-        row[nodes.by_level] = np.arange(1, len(row))
-        self._previous, self._data = row[nodes.previous[nodes.by_level]], row[nodes.data[nodes.by_level]]
+        self._order = LevelOrder(nodes)
 
     def makespans(self, ratios: Floats) -> Floats:
         """Seconds of every set of ratios ``[num_sets, num_stages, num_microbatches]``."""
@@ -113,9 +111,17 @@ class CostModel:
 
     def frozen_makespan(self) -> float:
         """Seconds with every freezable action at its lower bound, which is 0 in the lowest stage that trains."""
-        spared = self.is_freezable & ~self.is_above
-        duration = np.where(spared, 0.0, self.lower_s)[self.nodes.by_level, None]
+        duration = self._frozen_s()[self.nodes.by_level, None]
         return float(self._run(duration, np.zeros_like(duration, dtype=bool))[1].max())
+
+    def even_out(self, ratios: Floats, is_open: Bools, cuts: Ints) -> Floats:
+        """Ratios that a linear program chose; where micro-batches are alike, others may do as well and vary less.
+
+        Args:
+            is_open: which of them it was free to choose, of the shape of ``ratios``.
+            cuts: for every micro-batch, the lowest stage that it let train.
+        """
+        return ratios
 
     def cuts(self, ratios: Floats) -> Ints:
         """The lowest stage that trains something, ``[..., num_microbatches]``; num_stages if none does."""
@@ -134,6 +140,10 @@ class CostModel:
         span = np.where(backward & (stage[:, None] == cut), upper, upper - self.lower_s[nodes][:, None])
         return np.where(skipped, 0.0, upper - span * ratio), skipped
 
+    def _frozen_s(self) -> Floats:
+        spared = self.is_freezable & ~self.is_above
+        return np.where(spared, 0.0, self.lower_s)
+
     def _grid(self, is_there: Bools) -> Bools:
         grid = np.zeros((self.num_stages, self.num_microbatches), dtype=bool)
         grid[self.nodes.stage[is_there], self.nodes.microbatch[is_there]] = True
@@ -141,12 +151,30 @@ class CostModel:
 
     def _run(self, duration: Floats, skipped: Bools) -> tuple[Floats, Floats]:
         """Starts and ends ``[num_nodes, num_sets]`` from durations; all in level order."""
-        nodes = self.nodes
         # Nothing is sent to a backward that does not run; its rank still comes to it only after the one above it.
-        delay = np.where(skipped, 0.0, self.transfer_s[nodes.by_level][:, None])
+        delay = np.where(skipped, 0.0, self.transfer_s[self.nodes.by_level][:, None])
+        return self._order.run(duration, delay)
+
+
+class LevelOrder:
+    """A graph's nodes in level order, behind a row 0 that stands for "waits for nothing"."""
+
+    def __init__(self, nodes: NodeArrays) -> None:
+        row = np.zeros(len(nodes.by_level) + 1, dtype=np.intp)
+        row[nodes.by_level] = np.arange(1, len(row))
+        self._previous, self._data = row[nodes.previous[nodes.by_level]], row[nodes.data[nodes.by_level]]
+        self._bounds = nodes.bounds
+
+    def run(self, duration: Floats, delay: Floats) -> tuple[Floats, Floats]:
+        """Starts and ends ``[num_nodes, num_sets]``, in level order like what is given.
+
+        Args:
+            duration: of every node.
+            delay: of the data that it waits for.
+        """
         start = np.empty_like(duration)
         end = np.zeros((len(duration) + 1, duration.shape[1]))  # row 0: the end of nothing
-        for first, last in zip(nodes.bounds, nodes.bounds[1:], strict=False):
+        for first, last in zip(self._bounds, self._bounds[1:], strict=False):
             begin = end[self._data[first:last]]
             begin += delay[first:last]
             np.maximum(begin, end[self._previous[first:last]], out=start[first:last])

@@ -11,6 +11,7 @@ from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.schedule.checks import is_number
 
 MODES = ("cut", "lp")
+GOALS = ("makespan", "period")
 _BY_STAGE = ("stage_max_ratio", "weights", "parameter_limits")
 _BY_PATTERN = ("parameter_max_ratio", "parameter_weights")
 
@@ -38,6 +39,10 @@ class PlanOptions:
         mode: ``"cut"``: each micro-batch's cut is chosen together with the ratios, so that below it no backward runs.
             ``"lp"``: TimelyFreeze's linear program (arXiv 2602.05754), which knows no cuts; then the lowest stage's
             ratios are dealt out by whole micro-batches, which are cut there.
+        goal: ``"makespan"``: the least time of a step, which ends with a flush. ``"period"``: the least time from batch
+            to batch where nothing is flushed (``AsyncPipeline``). Without bubbles freezing pays by balance: linear
+            programs minimise the largest sum of a rank's durations, a simulated stream judges what they find, and all
+            that is called a makespan is from batch to batch.
         stage_max_ratio: caps of single stages, instead of ``max_ratio``.
         weights: the price of a stage's freeze ratio, at least 0; those left out cost 1. Among plans that are equally
             fast, or that reach ``target_makespan_s``, the cheapest is taken.
@@ -73,6 +78,7 @@ class PlanOptions:
     parameter_max_ratio: Mapping[str, float] | None = None
     parameter_weights: Mapping[str, float] | None = None
     parameter_limits: Mapping[int, ParameterLimits] | None = None
+    goal: str = "makespan"
 
     def __post_init__(self) -> None:
         kinds = dict.fromkeys(_BY_STAGE, "stage") | dict.fromkeys(_BY_PATTERN, "pattern")
@@ -146,11 +152,15 @@ class PlanOptions:
         ]
         if self.mode not in MODES:
             faults.append(problem("unknown mode", expected=f"one of {', '.join(MODES)}", got=repr(self.mode)))
+        if self.goal not in GOALS:
+            faults.append(problem("unknown goal", expected=f"one of {', '.join(GOALS)}", got=repr(self.goal)))
         target, live = self.target_makespan_s, self.live_microbatches
         if target is not None and not (is_number(target) and 0 < target < math.inf):
             faults.append(problem("target_makespan_s", expected="seconds above 0, or None", got=repr(target)))
         if live is not None and (type(live) is not int or live < 1):
             faults.append(problem("live_microbatches", expected="a whole number from 1, or None", got=repr(live)))
+        if target is not None and self.goal == "period":
+            faults.append(problem('goal "period" and target_makespan_s exclude each other', hint="Leave one out."))
         for name in ("stage_max_ratio", *_BY_PATTERN):
             if live is not None and getattr(self, name):
                 faults.append(

@@ -17,6 +17,7 @@ from timelyfreeze.errors import PlanError, ScheduleError, problem, raise_all
 from timelyfreeze.files import load_json, write_atomically
 from timelyfreeze.planner.model import CostModel, Floats
 from timelyfreeze.planner.options import PlanOptions
+from timelyfreeze.planner.stream import cost_model
 from timelyfreeze.planner.true_cost import ratio_grid
 from timelyfreeze.schedule import Action, Schedule
 from timelyfreeze.schedule.graph import graph_of
@@ -37,7 +38,9 @@ class Plan:
         ratios: of every freezable action (kind B or W, lower < upper bound), in [0, 1].
         cuts: for every micro-batch, the lowest stage that still trains something (``num_stages`` if none does).
         start_s: predicted start of every action.
-        makespan_s: predicted step time: the simulation under the true cost model, which knows the cuts.
+        makespan_s: predicted step time: the simulation under the true cost model, which knows the cuts. With the goal
+            ``"period"`` this and the times below are from batch to batch in a pipeline without a flush, and ``start_s``
+            counts on each rank from its own first action.
         objective_s: mode ``"lp"``: the optimum of the linear program, which knows none. Mode ``"cut"``: a proven lower
             bound of the makespan of every plan within the same caps.
         unfrozen_makespan_s: with nothing frozen.
@@ -85,19 +88,19 @@ class Plan:
         """
         costs.check(schedule)
         grid = ratio_grid(schedule, costs, ratios)
-        return plan_of_grid(
-            CostModel(schedule, costs),
-            schedule,
-            costs,
-            grid,
-            options=PlanOptions(**options),
-            objective_s=objective_s,
-        )
+        chosen = PlanOptions(**options)
+        model = cost_model(schedule, costs, chosen.goal)
+        return plan_of_grid(model, schedule, costs, grid, options=chosen, objective_s=objective_s)
 
     @property
     def mode(self) -> str:
         """How it was made: ``"cut"`` or ``"lp"``."""
         return self.options.mode
+
+    @property
+    def period_s(self) -> float:
+        """Mean seconds a micro-batch."""
+        return self.makespan_s / self.schedule.num_microbatches
 
     @property
     def max_ratio(self) -> float:
@@ -213,7 +216,7 @@ def plan_of_grid(
 ) -> Plan:
     """The plan of a valid grid of ratios ``[num_stages, num_microbatches]``."""
     actions = graph_of(schedule).actions
-    starts, ends = model.timeline(grid)
+    starts, _ = model.timeline(grid)
     freezable = model.is_freezable
     values = grid[model.nodes.stage[freezable], model.nodes.microbatch[freezable]]
     return Plan(
@@ -223,7 +226,7 @@ def plan_of_grid(
         ratios=dict(zip(compress(actions, freezable.tolist()), values.tolist(), strict=True)),
         cuts=model.cuts(grid).tolist(),
         start_s=dict(zip(actions, starts.tolist(), strict=True)),
-        makespan_s=float(ends.max()),
+        makespan_s=float(model.makespans(grid[None])[0]),
         objective_s=objective_s,
         unfrozen_makespan_s=float(model.makespans(np.zeros_like(grid)[None])[0]),
         frozen_makespan_s=model.frozen_makespan(),
@@ -257,7 +260,7 @@ def _check_consistent(plan: Plan, again: Plan) -> None:
         if not _is_close(got, expected):
             faults.append(problem(f"{name} does not follow from the ratios", expected=expected, got=got))
     least, most = plan.frozen_makespan_s, plan.unfrozen_makespan_s
-    if plan.mode == "cut":
+    if plan.mode == "cut" or plan.options.goal == "period":
         least, most = 0.0, plan.makespan_s
     if not least * (1 - 1e-9) <= plan.objective_s <= most * (1 + 1e-9):
         faults.append(problem("objective_s", expected=f"between {least} and {most}", got=plan.objective_s))

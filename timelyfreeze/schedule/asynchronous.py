@@ -60,9 +60,12 @@ def stream_order(num_stages: int, stage: int, num_microbatches: int, accumulatio
             yield StreamAction(stage, "U", backwards)
 
 
+Times = Sequence[float] | Sequence[Sequence[float]]
+
+
 def simulate_stream(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
+    forward_s: Times,
+    backward_s: Times,
     num_microbatches: int,
     *,
     accumulation: int = 1,
@@ -71,7 +74,7 @@ def simulate_stream(
     """Run a stream on paper: every action starts as soon as its stage is free and its data is there.
 
     Args:
-        forward_s, backward_s: seconds in each stage.
+        forward_s, backward_s: seconds in each stage: one number, or those of a batch's micro-batches, which recur.
         num_microbatches: of the whole stream.
         accumulation: backwards of a stage between two of its updates.
         update_s: seconds of an update in each stage; default: none.
@@ -81,6 +84,8 @@ def simulate_stream(
 
     >>> simulate_stream([1.0, 1.0], [2.0, 2.0], 40).period_s
     3.0
+    >>> simulate_stream([1.0, 1.0], [[2.0, 0.0], [1.0, 1.0]], 40).period_s
+    2.0
     """
     num_stages = len(forward_s)
     updates_s = [0.0] * num_stages if update_s is None else list(update_s)
@@ -92,7 +97,10 @@ def simulate_stream(
                 got=f"{num_stages}, {len(backward_s)} and {len(updates_s)} times, {num_microbatches} micro-batches",
             )
         )
-    seconds = {"F": forward_s, "B": backward_s, "U": updates_s}
+    seconds = {
+        kind: [list(times) if isinstance(times, Sequence) else [times] for times in by_stage]
+        for kind, by_stage in (("F", forward_s), ("B", backward_s), ("U", updates_s))
+    }
     orders = [list(stream_order(num_stages, s, num_microbatches, accumulation)) for s in range(num_stages)]
     end_s: dict[StreamAction, float] = {}
     places = [0] * num_stages
@@ -105,7 +113,7 @@ def simulate_stream(
                 if source is not None and source not in end_s:
                     break
                 start_s = max(free_s[stage], 0.0 if source is None else end_s[source])
-                end_s[action] = free_s[stage] = start_s + seconds[action.kind][stage]
+                end_s[action] = free_s[stage] = start_s + _recurring(seconds[action.kind][stage], action.microbatch)
                 places[stage] += 1
     half = num_microbatches // 2
     last = end_s[StreamAction(0, "B", num_microbatches - num_stages)] if num_microbatches > 2 * num_stages else None
@@ -114,6 +122,10 @@ def simulate_stream(
     if last is None or count <= 0:  # too short to be steady
         last, count = end_s[StreamAction(0, "B", num_microbatches - 1)], num_microbatches - 1 - half
     return StreamTimeline(end_s, (last - begin) / max(count, 1), [_drift(order) for order in orders])
+
+
+def _recurring(times: Sequence[float], microbatch: int) -> float:
+    return times[microbatch % len(times)]
 
 
 def _source(action: StreamAction, num_stages: int) -> StreamAction | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -98,6 +98,16 @@ def link_actions(ranks: Sequence[Sequence[Action]], num_stages: int) -> Graph:
 def graph_of(schedule: Schedule) -> Graph:
     """The schedule's graph, built once."""
     return schedule._graph
+
+
+def without_data(graph: Graph) -> Graph:
+    """The same actions, each waiting for the one before it on its rank only: no rank for another.
+
+    The end of its last action is the largest sum of a rank's durations: the time from batch to batch where batches
+    follow each other without a flush.
+    """
+    num = len(graph.actions)
+    return replace(graph, data=[NOTHING] * num, crosses_ranks=[False] * num, order=list(range(num)))
 
 
 def _neighbour(action: Action, num_stages: int, index: dict[Action, int]) -> int:
