@@ -26,8 +26,8 @@ class FreezeConfig:
 
     Attributes:
         max_ratio: cap on every stage's mean freeze ratio, in [0, 1]. With 1 a stage may never train.
-        mode, stage_max_ratio, weights, target_makespan_s, min_live_ratio: how plans are made, as in
-            ``timelyfreeze.planner.PlanOptions``.
+        mode, goal, stage_max_ratio, weights, target_makespan_s, min_live_ratio: how plans are made, as in
+            ``timelyfreeze.planner.PlanOptions``. ``AsyncPipeline`` sets the goal "period".
         live_microbatches: instead of a cap, how many micro-batches train each parameter in a step (k). Its gradient is
             the mean over those, as in a plain step with k micro-batches; the reported loss is the mean over all. Each
             use of a parameter that several stages share counts by itself. A step with fewer micro-batches than the
@@ -92,6 +92,7 @@ class FreezeConfig:
     replan_drift_ratio: float | None = 0.2
     replan_window_steps: int = 20
     replan_interval_steps: int = 200
+    goal: str = "makespan"
 
     def __post_init__(self) -> None:
         raise_all(TypeError, self._type_faults())
@@ -114,6 +115,7 @@ class FreezeConfig:
         return PlanOptions(
             max_ratio=self.max_ratio,
             mode=self.mode,
+            goal=self.goal,
             stage_max_ratio=self.stage_max_ratio,
             weights=self.weights,
             target_makespan_s=self.target_makespan_s,

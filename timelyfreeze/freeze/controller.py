@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,15 @@ from timelyfreeze.planner import BackgroundPlanner, Plan
 from timelyfreeze.schedule import Schedule
 
 
+class _OpenStep(NamedTuple):
+    """A step that was begun: its masks, its frozen micro-batches, whether all run, whether it is to be timed."""
+
+    masks: StepMasks
+    frozen: Bools
+    is_full: bool
+    is_timed: bool
+
+
 class FreezeController:
     """Runs the phases, keeps the plan and draws the masks. Not thread-safe: one caller, one step at a time.
 
@@ -35,6 +45,8 @@ class FreezeController:
         work: of every stage's parameters, if it is known already; else see ``set_work``.
         transfer_s: between ranks, for the plan: one number, or by (from stage, to stage).
         planner: makes the plans; default: a ``BackgroundPlanner`` with the config's options.
+        overlapping: steps begin before earlier ones have ended, as where nothing is flushed; they end in order. Then
+            phases last a few steps longer.
 
     Raises:
         PlanError: the config's plan does not fit the schedule; says what differs.
@@ -60,6 +72,7 @@ class FreezeController:
         *,
         transfer_s: Any = 0.0,
         planner: PlansInBackground | None = None,
+        overlapping: bool = False,
     ) -> None:
         config.check(schedule)
         self.config = config
@@ -75,7 +88,8 @@ class FreezeController:
         self._pending = PendingPlan(planner or BackgroundPlanner(schedule, config.plan_options))
         self._signature: str | None = None  # of the trainable parameters
         self._measured_signature: str | None = None
-        self._open: tuple[StepMasks, Bools, bool] | None = None  # masks, frozen micro-batches, whether all of them run
+        self._overlapping = overlapping
+        self._open: deque[_OpenStep] = deque()  # begun and not ended
         self._freeze_ratio_sum = 0.0
         if work is not None:
             self.set_work(work)
@@ -86,6 +100,11 @@ class FreezeController:
     def step(self) -> int:
         """How many steps have ended."""
         return self._step
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that begins next: as many have begun."""
+        return self._step + len(self._open)
 
     @property
     def phase(self) -> str:
@@ -151,6 +170,9 @@ class FreezeController:
         """
         flags = [np.array(stage, dtype=bool) for stage in trainable]
         self._drawer.check(flags)
+        if not self._overlapping:
+            self._open.clear()
+        step = self.next_step
         full = num_microbatches in (None, self.schedule.num_microbatches)
         # A smaller batch may lack all the micro-batches that are to train a parameter.
         freezes = full or not self.config.averages_live
@@ -159,20 +181,20 @@ class FreezeController:
         self._look_for_plan()
         frozen = np.zeros(self.schedule.num_microbatches, dtype=bool)
         if machine.follows_plan and not self.needs_work and freezes:
-            masks = self._drawer.planned(self._step, machine)
+            masks = self._drawer.planned(step, machine)
         elif machine.freezes_halves and full:
             # Every other micro-batch, the others in the next step: no step trains nothing, unless it has only one.
-            frozen = (np.arange(len(frozen)) + machine.phase_step(self._step)) % 2 == 1
+            frozen = (np.arange(len(frozen)) + machine.phase_step(step)) % 2 == 1
             masks = self._drawer.measuring(machine.phase, frozen, probability=0.5)
         else:
             masks = self._drawer.measuring(machine.phase, frozen)
-        self._open = masks, frozen, full
+        self._open.append(_OpenStep(masks, frozen, full, full and machine.is_timed(step)))
         return masks
 
     def end_step(
         self, durations_s: Durations, transfers_s: Mapping[tuple[int, int], Sequence[float]] | None = None
     ) -> None:
-        """Take in how long each action took, in seconds; skipped actions may be left out. The step is done.
+        """Take in how long each action took, in seconds; skipped actions may be left out. The oldest step is done.
 
         Args:
             transfers_s: how long data was on its way between ranks, by (from stage, to stage), if that was measured.
@@ -181,30 +203,29 @@ class FreezeController:
             RuntimeError: no step was begun.
             ValueError: a time is negative or not finite, or of an action that the schedule lacks; nothing is counted.
         """
-        if self._open is None:
+        if not self._open:
             raise RuntimeError(problem("end_step", expected="a begin_step before it", got="none"))
-        masks, frozen, full = self._open
         machine = self._machine
         check_durations(durations_s, self.schedule, self._actions)
-        if full and machine.is_timed(self._step):
-            self._samples.add(durations_s, machine.phase, frozen)
+        done = self._open.popleft()
+        if done.is_timed:
+            self._samples.add(durations_s, done.masks.phase, done.frozen)
             self._samples.add_transfers(transfers_s or {})
-        if full and machine.phase == STEADY:
+        if done.is_full and done.masks.phase == STEADY:
             self._recent.add(durations_s)
-        self._open = None
-        self._freeze_ratio_sum += masks.freeze_ratio
+        self._freeze_ratio_sum += done.masks.freeze_ratio
         self._step += 1
         phase = machine.phase
-        if machine.advance(self._step):
+        if machine.advance(self._step, self.next_step):
             self._begin_solve()
-        if machine.may_measure(self._step):
+        if machine.may_measure(self.next_step):
             self._judge_plan()
         if machine.phase != phase:
             self._recent.clear()
 
     def abort_step(self) -> None:
-        """The step failed: it is not counted, and the next ``begin_step`` draws its masks again."""
-        self._open = None
+        """What was begun has failed: it is not counted, and the next ``begin_step`` draws its masks again."""
+        self._open.clear()
 
     def close(self) -> None:
         """Give up the plan in the making, if there is one, and wait for its thread. No other plan can be made."""
@@ -217,13 +238,13 @@ class FreezeController:
             signature = _signature(flags)
             if self._signature not in (None, signature):
                 num_trainable = int(sum(stage.sum() for stage in flags))
-                machine.log(self._step, "trainable_changed", num_trainable=num_trainable)
+                machine.log(self.next_step, "trainable_changed", num_trainable=num_trainable)
             self._signature = signature
             drawer.trainable = flags
             drawer.forget()
         if self._measured_signature not in (None, self._signature):
-            machine.note_change(self._step)
-        if machine.begins_measuring(self._step):
+            machine.note_change(self.next_step)
+        if machine.begins_measuring(self.next_step):
             self._measured_signature = self._signature
             self._samples.clear()
             self._recent.clear()
@@ -235,11 +256,11 @@ class FreezeController:
         try:
             costs = self._samples.costs(self.schedule, self._drawer.trains.tolist(), self.transfer_s)
         except (PlanError, ValueError) as error:
-            self._machine.give_up(self._step, str(error))
+            self._machine.give_up(self.next_step, str(error))
             return
         options = with_limits(self.config.plan_options, self._drawer.work or (), self._drawer.trainable)
         self._pending.start(costs, options)
-        self._machine.announce(self._step)
+        self._machine.announce(self.next_step)
 
     def _look_for_plan(self) -> None:
         """At the announced step: take the plan, or state a later step, or go on without. Else look for a better one."""
@@ -247,17 +268,17 @@ class FreezeController:
         if machine.switch_step is None:
             self._look_for_better_plan()
             return
-        if self._step < machine.switch_step:
+        if self.next_step < machine.switch_step:
             return
         outcome = self._pending.poll()
-        if outcome is None and machine.postpone(self._step):
+        if outcome is None and machine.postpone(self.next_step):
             return
         if isinstance(outcome, Plan):
-            machine.adopt(self._step, outcome)
+            machine.adopt(self.next_step, outcome)
             self._drawer.forget()
         else:
             if outcome is not None:
-                machine.give_up(self._step, f"{type(outcome).__name__}: {outcome}")
+                machine.give_up(self.next_step, f"{type(outcome).__name__}: {outcome}")
             self._pending.drop()
         self._recent.clear()
 
@@ -267,7 +288,7 @@ class FreezeController:
             return
         is_busy = self._pending.is_busy  # before the poll: what it finds after that is not lost
         found = self._pending.poll()
-        announced = isinstance(found, Plan) and self._machine.announce_better(self._step, found)
+        announced = isinstance(found, Plan) and self._machine.announce_better(self.next_step, found)
         if not announced and not is_busy:
             self._pending.drop()
 
@@ -275,7 +296,7 @@ class FreezeController:
         """Measure again if there is no plan, or if the stages' times have drifted from the planned ones."""
         machine, limit = self._machine, self.config.replan_drift_ratio
         if machine.plan is None:
-            machine.measure(self._step, "there is no plan yet")
+            machine.measure(self.next_step, "there is no plan yet")
         elif limit is not None and self._recent.full:
             planned = planned_stage_times_s(machine.plan)
             measured = self._recent.stage_medians_s()
@@ -283,7 +304,7 @@ class FreezeController:
             stage = int(np.argmax(drifts))
             if drifts[stage] > limit:
                 times = f"{measured[stage]:.3g} s measured, {planned[stage]:.3g} s planned"
-                machine.measure(self._step, f"stage {stage} has drifted: {times}")
+                machine.measure(self.next_step, f"stage {stage} has drifted: {times}")
 
     # --- resume -----------------------------------------------------------------------------------------------
 
@@ -330,7 +351,7 @@ class FreezeController:
         self._drawer.work = loaded.work
         self._signature, self._measured_signature = loaded.signatures
         self._freeze_ratio_sum = loaded.freeze_ratio_sum
-        self._open = None
+        self._open.clear()
         self._pending.drop()
         if loaded.costs is not None:
             options = loaded.options or self.config.plan_options

@@ -104,14 +104,18 @@ class PhaseMachine:
         """How far the plan has replaced the previous one, in (0, 1]: k/(n+1) in the k-th of n ramp steps."""
         if self.phase != RAMP:
             return 1.0
-        return (self.phase_step(step) + 1) / (self._config.ramp_steps + 1)
+        return min(1.0, (self.phase_step(step) + 1) / (self._config.ramp_steps + 1))
 
     def may_measure(self, step: int) -> bool:
         """Whether the last measurement is long enough ago for another one, and none is going on."""
         return self._config.fixed_plan is None and self.phase in (RAMP, STEADY) and step >= self._again_step
 
-    def advance(self, step: int) -> bool:
-        """After ``step`` finished steps, go to the next phase if it is time. True: the bounds are there, solve now."""
+    def advance(self, step: int, next_step: int) -> bool:
+        """After ``step`` finished steps, go to the next phase if it is time. True: the bounds are there, solve now.
+
+        Args:
+            next_step: that is to begin; where steps overlap, more have begun than finished.
+        """
         lengths = {
             WARMUP: (self._config.warmup_steps, MEASURE_UPPER),
             MEASURE_UPPER: (self._config.measure_steps, MEASURE_LOWER),
@@ -120,7 +124,7 @@ class PhaseMachine:
         if self.freezes_halves:
             return self.phase_step(step) >= self._config.measure_steps
         if self.phase in lengths and self.phase_step(step) >= lengths[self.phase][0]:
-            self._enter(lengths[self.phase][1], step)
+            self._enter(lengths[self.phase][1], next_step)
         return False
 
     def measure(self, step: int, reason: str) -> None:

@@ -35,14 +35,20 @@ class FreezeSession:
         config: the user's choices.
         schedule: the pipeline's.
         seed: masks draw from (seed, step, stage, micro-batch).
-        planner: as ``FreezeController`` takes it.
+        planner, overlapping: as ``FreezeController`` takes them.
 
     """
 
     def __init__(
-        self, config: FreezeConfig, schedule: Schedule, seed: int, planner: PlansInBackground | None = None
+        self,
+        config: FreezeConfig,
+        schedule: Schedule,
+        seed: int,
+        planner: PlansInBackground | None = None,
+        *,
+        overlapping: bool = False,
     ) -> None:
-        self.controller = FreezeController(config, schedule, seed, planner=planner)
+        self.controller = FreezeController(config, schedule, seed, planner=planner, overlapping=overlapping)
         # Masks under a fixed plan shall repeat from run to run, so they must not depend on what a clock says.
         self._rates_of = measured_rates if config.fixed_plan is None else nominal_rates
         self._found_works: dict[int, ParameterWork] = {}

@@ -33,6 +33,7 @@ class StepMasks:
         live_probability: with ``rescale``, the planned probability of each parameter to be live, one float64 array
             ``[num_parameters]`` a stage; 0 where the plan never trains it. None without ``rescale``.
         averages_live: whether a gradient is the mean over the micro-batches for which its parameter was live.
+        stage_freeze_ratios: the share of each stage's work that masks of a plan leave out, ``[num_stages]``.
     """
 
     live: list[Bools]
@@ -42,6 +43,7 @@ class StepMasks:
     freeze_ratio: float
     live_probability: list[Floats] | None = None
     averages_live: bool = False
+    stage_freeze_ratios: Floats | None = None
 
     @property
     def ever_live(self) -> list[Bools]:
@@ -127,12 +129,14 @@ class StepDrawer:
         needs = np.zeros_like(stage_live)
         needs[1:] = np.logical_or.accumulate(stage_live[:-1], axis=0)
         needs[1:] |= stage_live[1:] & np.array([work.reentrant for work in self.work or []])[1:, None]
+        frozen_ratios = drawer.frozen_ratios(live)
         return StepMasks(
             live=live,
             needs_input_grad=needs,
             planned_ratio=targets.ratios,
             phase=machine.phase,
-            freeze_ratio=self._overall_ratio(drawer.frozen_ratios(live)),
+            freeze_ratio=self._overall_ratio(frozen_ratios),
+            stage_freeze_ratios=frozen_ratios.mean(axis=1),
             live_probability=self._live_probability(machine, share) if self._config.rescale else None,
             averages_live=self._config.averages_live,
         )
