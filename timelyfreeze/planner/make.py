@@ -65,7 +65,7 @@ def make_plan(
     387.0
     >>> stream = make_plan(schedule, costs, max_ratio=0.5, goal="period")
     >>> round(stream.unfrozen_makespan_s, 1), round(stream.makespan_s, 1), stream.objective_s <= stream.makespan_s
-    (464.0, 360.0, True)
+    (464.0, 350.0, True)
     """
     options = PlanOptions(
         max_ratio=max_ratio,

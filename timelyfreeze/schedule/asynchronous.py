@@ -85,7 +85,7 @@ def simulate_stream(
     >>> simulate_stream([1.0, 1.0], [2.0, 2.0], 40).period_s
     3.0
     >>> simulate_stream([1.0, 1.0], [[2.0, 0.0], [1.0, 1.0]], 40).period_s
-    2.0
+    2.5
     """
     num_stages = len(forward_s)
     updates_s = [0.0] * num_stages if update_s is None else list(update_s)
