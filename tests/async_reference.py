@@ -28,8 +28,10 @@ class ReferenceStage:
         self.stash = stash
         self.kept = {}
 
-    def forward(self, m, x):
+    def forward(self, m, x, live=None):
         weights = as_copies(self.parameters)
+        for parameter, is_live in zip(weights.values(), live if live is not None else (), strict=live is not None):
+            parameter.requires_grad_(parameter.requires_grad and bool(is_live))
         x = x.detach().clone().requires_grad_(x.is_floating_point())
         y = functional_call(self.module, weights, (x,))
         self.kept[m] = (weights, x, y)
@@ -58,11 +60,12 @@ class ReferenceStage:
             self.optimizer.zero_grad()
 
 
-def train_asynchronously(stages, make_optimizer, loss_fn, slices, accumulation, *, stash=False):
+def train_asynchronously(stages, make_optimizer, loss_fn, slices, accumulation, *, stash=False, masks=None):
     """The stages' parameters and the losses after a whole stream.
 
     Args:
         slices: ``(x, y)`` a micro-batch.
+        masks: for every micro-batch, which parameters of every stage train; None: all.
     """
     own = [ReferenceStage(stage, make_optimizer, stash) for stage in stages]
     num = len(own)
@@ -76,7 +79,8 @@ def train_asynchronously(stages, make_optimizer, loss_fn, slices, accumulation, 
                 if kind == "F":
                     if s and (s - 1, m) not in outputs:
                         break
-                    y = stage.forward(m, slices[m][0] if s == 0 else outputs.pop((s - 1, m)))
+                    x = slices[m][0] if s == 0 else outputs.pop((s - 1, m))
+                    y = stage.forward(m, x, None if masks is None else masks[m][s])
                     if s + 1 < num:
                         outputs[s, m] = y
                     else:

@@ -157,11 +157,17 @@ void bind_pipeline(py::module_& m) {
 
 using PyInput = std::tuple<std::vector<at::Tensor>, py::object, py::object, double>;
 
-// A batch: (tensors, spec, target, weight) for each of its micro-batches.
-void push_batch(AsyncPipeline& pipeline, const std::vector<PyInput>& microbatches) {
+using PyMasks = std::optional<std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>>;
+
+// A batch: (tensors, spec, target, weight) for each of its micro-batches; and its masks, see AsyncMasks.
+void push_batch(AsyncPipeline& pipeline, const std::vector<PyInput>& microbatches, const PyMasks& masks) {
+  std::shared_ptr<const AsyncMasks> shared;
+  if (masks) shared = std::make_shared<const AsyncMasks>(AsyncMasks{masks->first, masks->second});
   std::vector<AsyncInput> batch;
   for (const auto& [tensors, spec, target, weight] : microbatches) {
-    batch.push_back({{tensors, spec.is_none() ? nullptr : make_ref(spec)}, {make_ref(target), weight, false}});
+    const auto row = static_cast<int64_t>(batch.size());
+    batch.push_back(
+        {{tensors, spec.is_none() ? nullptr : make_ref(spec)}, {make_ref(target), weight, false, shared, row}});
   }
   if (!batch.empty()) batch.back().ticket.ends_batch = true;
   pipeline.push(std::move(batch));
@@ -193,7 +199,7 @@ void bind_async(py::module_& m) {
            py::arg("stages"), py::arg("devices"), py::arg("loss_fn"), py::arg("updates"), py::arg("batch_ends"),
            py::arg("loss_scale"), py::arg("accumulation"), py::arg("stash"), py::arg("recompute"), py::arg("seed"))
       .def("work", &AsyncPipeline::work, py::arg("index"))
-      .def("push", &push_batch, py::arg("microbatches"))
+      .def("push", &push_batch, py::arg("microbatches"), py::arg("masks") = py::none())
       .def("wait_for_losses", &AsyncPipeline::wait_for_losses, py::arg("count"), py::arg("timeout_s"))
       .def("settle", &AsyncPipeline::settle, py::arg("timeout_s"))
       .def("drain", &AsyncPipeline::drain, py::arg("timeout_s"))
@@ -207,6 +213,14 @@ void bind_async(py::module_& m) {
             return losses;
           },
           py::arg("count"))
+      .def("take_times",
+           [](AsyncPipeline& self) {
+             std::vector<std::tuple<int32_t, std::string, int64_t, double, double>> times;
+             for (const AsyncTime& time : self.take_times()) {
+               times.emplace_back(time.stage, std::string(1, time.kind), time.microbatch, time.start_s, time.end_s);
+             }
+             return times;
+           })
       .def("take_failure",
            [](AsyncPipeline& self) {
              const auto report = self.take_failure();
@@ -223,7 +237,8 @@ void bind_async(py::module_& m) {
       .def_property_readonly("num_weight_copies",
                              [](const AsyncPipeline& self) { return self.ledger().num_weight_copies(); })
       .def_property_readonly("ledger", [](const AsyncPipeline& self) { return self.ledger().entries(); })
-      .def_readwrite("num_microbatches", &AsyncPipeline::num_microbatches);
+      .def_readwrite("num_microbatches", &AsyncPipeline::num_microbatches)
+      .def_readwrite("timed", &AsyncPipeline::timed);
 }
 
 }  // namespace

@@ -51,9 +51,23 @@ uint64_t AsyncStream::seed_of(int32_t stage, char kind, int64_t m) const {
                   static_cast<uint64_t>(kind), 0);
 }
 
-bool AsyncStream::trains(int32_t stage) const {
+const uint8_t* AsyncTicket::live_row(int32_t stage) const {
+  if (masks == nullptr) return nullptr;
+  const at::Tensor& live = masks->live[static_cast<size_t>(stage)];
+  return live.const_data_ptr<uint8_t>() + row * live.size(1);
+}
+
+bool AsyncTicket::forces_input_grad(int32_t stage) const {
+  return masks != nullptr && stage > 0 &&
+         masks->needs_input_grad[static_cast<size_t>(stage)].const_data_ptr<uint8_t>()[row] != 0;
+}
+
+bool AsyncStream::trains(int32_t stage, const uint8_t* live) const {
   const auto& parameters = stages_[static_cast<size_t>(stage)]->parameters();
-  return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.requires_grad(); });
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if ((live == nullptr || live[i] != 0) && parameters[i].requires_grad()) return true;
+  }
+  return false;
 }
 
 AsyncStream::Message AsyncStream::take_message(int32_t stage, int64_t m) {
@@ -93,11 +107,14 @@ void AsyncStream::forward(int32_t stage, int64_t m) {
   const auto& flags = message.requires_grad;
   own.ticket = std::move(message.ticket);
   own.updates_at_forward = ledger_.num_updates(stage);
-  own.recorded = trains(stage) || std::find(flags.begin(), flags.end(), true) != flags.end();
+  const uint8_t* live = own.ticket.live_row(stage);
+  own.recorded = trains(stage, live) || own.ticket.forces_input_grad(stage) ||
+                 std::find(flags.begin(), flags.end(), true) != flags.end();
   // The last stage's backward comes next: it would keep the graph of one micro-batch either way.
   own.recomputes = own.recorded && options_.recompute && !is_last(stage);
   const bool records = own.recorded && !own.recomputes;
   const c10::AutoGradMode grad_mode(records);
+  const MaskGuard mask(*stages_[static_cast<size_t>(stage)], live);
   Value input = receive(stage, message, records, own.held);
   if (own.recomputes) keep_for_recompute(own, stage, message);
   message = Message();
@@ -132,13 +149,16 @@ void AsyncStream::send_on(int32_t stage, int64_t m, Value value, Slot& own) {
   auto& inbox = runs_[static_cast<size_t>(stage) + 1].inbox;
   Message& message = inbox[static_cast<size_t>(m) % inbox.size()];
   if (!own.recomputes) {
-    message.requires_grad = keep_outputs(value, /*carries_grad=*/true, own.held);
+    // Where masks have frozen the stage, a mark that user code makes on its output says nothing.
+    const bool carries_grad = own.recorded || own.ticket.masks == nullptr;
+    message.requires_grad = keep_outputs(value, carries_grad, own.held);
   } else {
     // Without a graph nobody knows yet which outputs a gradient can go back through.
     for (const at::Tensor& tensor : value.tensors) message.requires_grad.push_back(can_require_grad(tensor));
   }
   message.spec = std::move(value.spec);
-  message.ticket = {std::move(own.ticket.target), own.ticket.weight, own.ticket.ends_batch};
+  message.ticket = {std::move(own.ticket.target), own.ticket.weight, own.ticket.ends_batch, own.ticket.masks,
+                    own.ticket.row};
   for (const at::Tensor& tensor : value.tensors) {
     message.tensors.push_back(
         devices_[static_cast<size_t>(stage)].send(tensor, devices_[static_cast<size_t>(stage) + 1]));
@@ -153,8 +173,8 @@ void AsyncStream::take_loss(const py::object& loss, Slot& own) {
   own.is_sum = static_cast<bool>(count);
   if (count) own.ticket.weight = py::float_(count).cast<double>();
   if (own.recorded) {
-    if (!tensor.requires_grad()) throw_constant_loss();
-    own.held.loss = tensor;
+    if (!tensor.requires_grad() && own.ticket.masks == nullptr) throw_constant_loss();
+    if (tensor.requires_grad()) own.held.loss = tensor;
   }
   {
     const std::lock_guard lock(mutex_);
@@ -184,6 +204,7 @@ void AsyncStream::backward(int32_t stage, int64_t m, bool has_younger) {
     if (stashed != run.stashes.end()) {
       stash.emplace(stages_[static_cast<size_t>(stage)]->parameters(), stashed->second);
     }
+    const MaskGuard mask(*stages_[static_cast<size_t>(stage)], own.ticket.live_row(stage));
     if (own.recomputes) recompute(stage, m, own);
     const ActionRng rng(seed_of(stage, 'B', m), device.device());
     differentiate(stage, own, gradients.tensors);

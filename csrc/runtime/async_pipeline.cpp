@@ -42,7 +42,8 @@ void AsyncPipeline::push(std::vector<AsyncInput> batch) {
   for (const RankDevice& device : devices_) device.follow_caller();
   const auto size = static_cast<int64_t>(batch.size());
   if (!stream_) {
-    stream_ = std::make_shared<AsyncStream>(stages_, devices_, calls_, options_, ledger_, num_microbatches);
+    for (const auto& stage : stages_) stage->note_trainable();
+    stream_ = std::make_shared<AsyncStream>(stages_, devices_, calls_, options_, ledger_, num_microbatches, timed);
     if (!workers_.start([stream = stream_](int32_t stage) { stream->work(stage); },
                         static_cast<int32_t>(stages_.size()))) {
       stream_.reset();
@@ -117,6 +118,12 @@ std::vector<AsyncLoss> AsyncPipeline::take_losses(int64_t count) {
   if (!stream_) return {};
   devices_.back().lead_caller();
   return stream_->take_losses(count);
+}
+
+std::vector<AsyncTime> AsyncPipeline::take_times() {
+  if (!stream_) return {};
+  const py::gil_scoped_release no_gil;
+  return stream_->take_times();
 }
 
 AsyncPipeline::Report AsyncPipeline::take_failure() {

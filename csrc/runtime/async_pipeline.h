@@ -31,6 +31,8 @@ class AsyncPipeline {
   bool settle(double timeout_s);
   bool drain(double timeout_s);
   std::vector<AsyncLoss> take_losses(int64_t count);
+  // What the actions took that have ended since the last call, of a stream that was `timed`.
+  std::vector<AsyncTime> take_times();
   Report take_failure();
   // Lets go of a stream that has been drained, and of what is left of its losses.
   void forget();
@@ -42,6 +44,7 @@ class AsyncPipeline {
   [[nodiscard]] const AsyncLedger& ledger() const { return ledger_; }
 
   int64_t num_microbatches = 0;  // that were ever pushed: random numbers depend on it
+  bool timed = false;            // whether the next stream keeps what its actions take
 
  private:
   bool wait(AsyncStream::Goal goal, int64_t count, double timeout_s);

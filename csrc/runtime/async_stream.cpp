@@ -9,14 +9,15 @@ namespace timelyfreeze {
 
 AsyncStream::AsyncStream(const std::vector<std::shared_ptr<Stage>>& stages, const std::vector<RankDevice>& devices,
                          const AsyncCalls& calls, const AsyncOptions& options, AsyncLedger& ledger,
-                         int64_t first_microbatch)
+                         int64_t first_microbatch, bool timed)
     : stages_(stages),
       devices_(devices),
       calls_(calls),
       options_(options),
       ledger_(ledger),
       first_microbatch_(first_microbatch),
-      runs_(stages.size()) {
+      runs_(stages.size()),
+      times_(devices, timed) {
   for (int32_t s = 0; s < num_stages(); ++s) {
     StageRun& run = runs_[static_cast<size_t>(s)];
     const auto size = static_cast<size_t>(most_outstanding(s));
@@ -55,7 +56,8 @@ void AsyncStream::run_order(int32_t stage, AsyncPlace& now) {
       if (coming == Coming::cancelled) return;
       if (coming == Coming::here) {
         now = {stage, 'F', num_forwards};
-        forward(stage, num_forwards++);
+        times_.time(stage, 'F', first_microbatch_ + num_forwards, [&] { forward(stage, num_forwards); });
+        ++num_forwards;
         continue;
       }
       if (num_backwards == num_forwards) break;
@@ -63,10 +65,14 @@ void AsyncStream::run_order(int32_t stage, AsyncPlace& now) {
     if (!wait_for_gradients(stage, num_backwards)) return;
     now = {stage, 'B', num_backwards};
     const bool ends_batch = slot(stage, num_backwards).ticket.ends_batch;
-    backward(stage, num_backwards, num_forwards - num_backwards > 1);
+    times_.time(stage, 'B', first_microbatch_ + num_backwards,
+                [&] { backward(stage, num_backwards, num_forwards - num_backwards > 1); });
     now.kind = 'U';
     StageRun& run = runs_[static_cast<size_t>(stage)];
-    if (run.window.size == options_.accumulation) update(stage, num_backwards, num_forwards - num_backwards - 1);
+    if (run.window.size == options_.accumulation) {
+      times_.time(stage, 'U', first_microbatch_ + num_backwards,
+                  [&] { update(stage, num_backwards, num_forwards - num_backwards - 1); });
+    }
     const auto& batch_end = calls_.batch_ends[static_cast<size_t>(stage)];
     if (ends_batch && !batch_end.is_none()) {
       const pybind11::gil_scoped_acquire gil;

@@ -14,6 +14,7 @@
 
 #include "core/cancel.h"
 #include "runtime/async_ledger.h"
+#include "runtime/async_times.h"
 #include "runtime/device.h"
 #include "runtime/python_ref.h"
 #include "runtime/stage.h"
@@ -35,11 +36,22 @@ struct AsyncCalls {
   pybind11::object loss_scale;               // () -> what the losses of the next update are multiplied by; or None
 };
 
+// What is frozen for the micro-batches of a batch; bytes, a tensor a stage.
+struct AsyncMasks {
+  std::vector<at::Tensor> live;              // [micro-batches, parameters]
+  std::vector<at::Tensor> needs_input_grad;  // [micro-batches]: even if nothing below is live
+};
+
 // What goes through the stages with a micro-batch.
 struct AsyncTicket {
   PyRef target;
   double weight = 1.0;  // of its mean loss: its samples
   bool ends_batch = false;
+  std::shared_ptr<const AsyncMasks> masks = nullptr;
+  int64_t row = 0;  // of the masks
+
+  [[nodiscard]] const uint8_t* live_row(int32_t stage) const;
+  [[nodiscard]] bool forces_input_grad(int32_t stage) const;
 };
 
 struct AsyncInput {
@@ -68,7 +80,8 @@ struct AsyncPlace {
 class AsyncStream {
  public:
   AsyncStream(const std::vector<std::shared_ptr<Stage>>& stages, const std::vector<RankDevice>& devices,
-              const AsyncCalls& calls, const AsyncOptions& options, AsyncLedger& ledger, int64_t first_microbatch);
+              const AsyncCalls& calls, const AsyncOptions& options, AsyncLedger& ledger, int64_t first_microbatch,
+              bool timed);
 
   // The whole run of a stage. Never throws; what goes wrong cancels the stream.
   void work(int32_t stage);
@@ -79,6 +92,7 @@ class AsyncStream {
   [[nodiscard]] bool failed() const { return cancel_.cancelled(); }
   [[nodiscard]] std::pair<std::optional<AsyncPlace>, std::exception_ptr> failure() const;
   std::vector<AsyncLoss> take_losses(int64_t count);
+  std::vector<AsyncTime> take_times() { return times_.take(); }
   // What can be waited for: so many losses; that every stage waits for input, so that no weight changes until there is
   // some; that the stages have left.
   enum class Goal { losses, settled, over };
@@ -137,7 +151,7 @@ class AsyncStream {
   [[nodiscard]] int64_t most_outstanding(int32_t stage) const { return num_stages() - stage; }
   [[nodiscard]] bool is_last(int32_t stage) const { return stage + 1 == num_stages(); }
   Slot& slot(int32_t stage, int64_t m);
-  bool trains(int32_t stage) const;
+  bool trains(int32_t stage, const uint8_t* live) const;
 
   // Doorbells: see Execution.
   void ring(int32_t stage);
@@ -171,6 +185,7 @@ class AsyncStream {
   CancelToken cancel_;
   std::optional<AsyncPlace> failed_at_;
   std::vector<StageRun> runs_;
+  AsyncTimes times_;
   std::atomic<int64_t> end_{-1};  // how many micro-batches there are; -1: more may come
   mutable std::mutex mutex_;      // for what follows
   std::condition_variable news_;

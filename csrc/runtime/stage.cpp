@@ -53,9 +53,13 @@ void Stage::unshare_gradients() const {
   }
 }
 
+void Stage::note_trainable() {
+  for (size_t i = 0; i < parameters_.size(); ++i) trainable_[i] = parameters_[i].requires_grad();
+}
+
 void Stage::begin_step() {
+  note_trainable();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    trainable_[i] = parameters_[i].requires_grad();
     set_aside_[i] = at::Tensor();
     if (trainable_[i]) std::swap(set_aside_[i], parameters_[i].mutable_grad());
   }

@@ -63,6 +63,8 @@ class Stage {
   // Gives every gradient memory of its own. Autograd may take a view of what it is passing on for a `.grad`, and a
   // later micro-batch then adds to memory that a weight gradient still waits to read.
   void unshare_gradients() const;
+  // Takes note of which parameters the user lets train: no mask may be in force.
+  void note_trainable();
   // Sets every parameter's `.grad` aside, so that the step adds into a buffer of its own.
   void begin_step();
   // Adds the step's gradients, each times its factor, to what was set aside.

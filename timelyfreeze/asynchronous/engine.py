@@ -111,8 +111,10 @@ class AsyncEngine:
     def ledger(self) -> DriftLedger:
         return read_ledger(self.runtime)
 
-    def push(self, batch: Sequence[Microbatch]) -> None:
-        """Hand over a batch's micro-batches; comes back at once."""
+    def push(
+        self, batch: Sequence[Microbatch], masks: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    ) -> None:
+        """Hand over a batch's micro-batches; comes back at once. For the masks see ``Engine.run``."""
         if not self.is_open:
             self.forget_gradients()
         device = self.engine.devices[-1]
@@ -123,7 +125,7 @@ class AsyncEngine:
             if device.type != "cpu":
                 target = map_tensors(target, lambda t: t.to(device, non_blocking=True))
             microbatches.append((tensors, spec, target, float(one.num_samples)))
-        self.runtime.push(microbatches)
+        self.runtime.push(microbatches, masks)
 
     def take_losses(self, count: int) -> list[tuple[torch.Tensor, Any]]:
         """The next losses, once they are there: (mean, None) or (sum, count).

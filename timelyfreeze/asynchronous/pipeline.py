@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch import nn
 from timelyfreeze.acceleration.switch import AccelerationSwitch
 from timelyfreeze.asynchronous.arguments import check_async_arguments, slices_of
 from timelyfreeze.asynchronous.engine import AsyncEngine, AsyncOptions, MakeScheduler
+from timelyfreeze.asynchronous.freezing import StreamFreezing
 from timelyfreeze.asynchronous.ledger import DriftLedger, empty_ledger
 from timelyfreeze.asynchronous.modules import refuse_unfit_modules
 from timelyfreeze.asynchronous.updates import MakeOptimizer
 from timelyfreeze.errors import problem
+from timelyfreeze.freeze import FreezeConfig
+from timelyfreeze.planner import Plan
 from timelyfreeze.runtime.arguments import check_arguments, default_devices, fit_devices
 from timelyfreeze.runtime.assembly import StageAssembly
 from timelyfreeze.runtime.engine import Engine
@@ -63,6 +67,10 @@ class AsyncPipeline(ModelWrapper):
         lr_scheduler: makes its scheduler from it, if wanted; stepped after each batch's last backward in the stage.
         loss_fn: ``(output, target)`` -> mean over the samples, or ``(sum, count)``: then an update is divided by the
             count of its micro-batches. None: the last stage takes the target and returns the loss.
+        freeze: what to leave out, and when (a batch is a step). Without bubbles freezing pays by balance alone, so that
+            plans minimise the time from batch to batch. Masks hold in a micro-batch's forward and its backward;
+            gradients are divided as if nothing were frozen. A parameter that no micro-batch of an update trained has no
+            gradient then, and stays as it is.
         schedule: "paci", or "pipedream": backward gets the weights that its forward had, of which copies are kept.
         memory: "keep" what autograd saves of up to N-s micro-batches, or "recompute" it from the stages' inputs, by the
             weights and with the random numbers that backward finds and forward drew.
@@ -100,6 +108,7 @@ class AsyncPipeline(ModelWrapper):
         accumulation: int = 1,
         lr_scheduler: MakeScheduler | None = None,
         loss_fn: Callable[..., Any] | None = None,
+        freeze: FreezeConfig | None = None,
         devices: Sequence[torch.device | str] | None = None,
         split_points: Sequence[int] | None = None,
         stages: Sequence[Callable[[], nn.Module]] | None = None,
@@ -143,10 +152,13 @@ class AsyncPipeline(ModelWrapper):
         self._async: AsyncEngine | None = None
         self.model, parts = source.everything()
         self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
+        flushed = create_schedule("1f1b", num_ranks=num_stages, num_microbatches=num_microbatches)
+        names = [name for name, _ in self.named_parameters()]
+        self._freezing = None if freeze is None else StreamFreezing(freeze, flushed, seed, names, accumulation)
         self._assembly = StageAssembly(
             None if stages is not None else self.model,
             parts,
-            schedule=create_schedule("1f1b", num_ranks=num_stages, num_microbatches=num_microbatches),
+            schedule=flushed,
             devices=fit_devices(rank_devices, num_stages, explicit=devices is not None),
             loss_fn=loss_fn,
             split_points=known_split_points(split_points, source.num_children, num_stages, source.gives_stages),
@@ -197,6 +209,7 @@ class AsyncPipeline(ModelWrapper):
         if self._async is not None and self._async.is_open:
             with self._losing_on_failure():
                 self._async.drain()
+            self._note_times()
             self._async.forget()
         return results
 
@@ -219,20 +232,37 @@ class AsyncPipeline(ModelWrapper):
         if self._async is None or not self._async.is_open:
             self._ready(slices)
         assert self._async is not None
-        self._async.push(slices)
+        self._hand_over(slices, self._async)
         self._pending.append(slices)
+
+    def _hand_over(self, slices: list[Microbatch], engine: AsyncEngine) -> None:
+        freezing = self._freezing
+        if freezing is None:
+            engine.push(slices)
+            return
+        masks = freezing.begin_batch(engine.runtime.num_microbatches, len(slices))
+        tensors = freezing.as_tensors(masks, len(engine.engine.loss_parameters))
+        with self._losing_on_failure(), freezing.profiling(self.model, self._acceleration) as is_profiled:
+            engine.push(slices, tensors)
+            if is_profiled:
+                engine.settle()
 
     def _take(self) -> AsyncResult:
         assert self._async is not None
         slices = self._pending[0]
         with self._losing_on_failure():
             losses = self._async.take_losses(len(slices))
+        self._note_times()
         self._pending.popleft()
         num_samples = sum(one.num_samples for one in slices)
         shares = [one.num_samples / num_samples for one in slices]
         loss = join_losses([loss for loss, _ in losses], [count for _, count in losses], shares)
         self._num_batches += 1
         return AsyncResult(self._num_batches - 1, loss.mean)
+
+    def _note_times(self) -> None:
+        if self._freezing is not None and self._async is not None:
+            self._freezing.take(self._async.runtime.take_times())
 
     # --- no gradient ------------------------------------------------------------------------------------------
 
@@ -277,8 +307,14 @@ class AsyncPipeline(ModelWrapper):
         """Each stage's own, None where nothing trains; empty before the stages are known. Touch them when drained."""
         return [] if self._async is None else self._async.optimizers
 
+    @property
+    def plan(self) -> Plan | None:
+        """What is frozen now, or being ramped up to; None: nothing yet."""
+        return None if self._freezing is None else self._freezing.plan
+
     def report(self) -> dict[str, Any]:
-        """The drift of every stage and what was skipped so far, as plain data."""
+        """The drift of every stage and what was skipped so far, as plain data; with ``freeze``, under "freezing", the
+        plan, the periods predicted and measured, and the freeze ratios of every stage."""
         ledger = self.ledger
         loss_scale = None if self._async is None else self._async.loss_scale
         return {
@@ -293,6 +329,7 @@ class AsyncPipeline(ModelWrapper):
             "skipped_updates": [stage.num_skipped for stage in ledger.stages],
             "weight_copies": ledger.num_weight_copies,
             "loss_scale": None if loss_scale is None else loss_scale.scale,
+            "freezing": None if self._freezing is None else self._freezing.report(),
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -309,11 +346,14 @@ class AsyncPipeline(ModelWrapper):
             "batches": self._num_batches,
             "split_points": self._assembly.split_points,
             "stages": None if engine is None else engine.state_dict(),
+            "freezing": None if self._freezing is None else self._freezing.controller.state_dict(),
         }
 
     def load_training_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``training_state_dict`` was taken; the stages must be split alike."""
         self.drain()
+        if self._freezing is not None and state["freezing"] is not None:
+            self._freezing.controller.load_state_dict(state["freezing"])
         self._num_batches = int(state["batches"])
         if state["split_points"] is None:
             return
@@ -328,6 +368,8 @@ class AsyncPipeline(ModelWrapper):
             self._async.close()
         self._assembly.close()
         self._acceleration.off()
+        if self._freezing is not None:
+            self._freezing.close()
 
     def __enter__(self) -> AsyncPipeline:
         return self
@@ -353,6 +395,7 @@ class AsyncPipeline(ModelWrapper):
         if self._async is not None:
             self._async.close()
         self._async = AsyncEngine(engine, self._loss_fn, self._options)
+        self._async.runtime.timed = self._freezing is not None
 
     def _ready(self, slices: list[Microbatch]) -> None:
         """Before the first micro-batch of a stream: the stages as they are now."""
@@ -365,24 +408,20 @@ class AsyncPipeline(ModelWrapper):
             recomputes=self._options.recomputes,
             stashes=self._options.stashes,
         )
+        if self._freezing is not None:
+            self._freezing.open(engine)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(problem("the pipeline is closed", hint="Create a new AsyncPipeline."))
 
-    def _losing_on_failure(self) -> _Losing:
-        return _Losing(self._pending)
-
-
-class _Losing:
-    """Around a wait: where it fails, what is in flight is lost, and its results with it."""
-
-    def __init__(self, pending: deque[list[Microbatch]]) -> None:
-        self._pending = pending
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    @contextmanager
+    def _losing_on_failure(self) -> Iterator[None]:
+        """Around a wait: where it fails, what is in flight is lost, and its results with it."""
+        try:
+            yield
+        except BaseException:
             self._pending.clear()
+            if self._freezing is not None:
+                self._freezing.abort()
+            raise
