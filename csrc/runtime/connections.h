@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -62,15 +63,26 @@ class Connections {
   }
 
   // Waits until all that was sent has been received.
-  void flush() {
+  void flush() { release(num_sent()); }
+
+  // How many sends were kept so far.
+  int64_t num_sent() {
+    const std::lock_guard lock(mutex_);
+    return num_released_ + static_cast<int64_t>(sent_.size());
+  }
+
+  // Waits until the first `count` of them have been received, and lets go of those.
+  void release(int64_t count) {
     for (;;) {
-      std::vector<std::pair<Work, int32_t>> sent;
+      std::pair<Work, int32_t> oldest;
       {
         const std::lock_guard lock(mutex_);
-        sent.swap(sent_);
+        if (sent_.empty() || num_released_ >= count) return;
+        oldest = std::move(sent_.front());
+        sent_.pop_front();
+        ++num_released_;
       }
-      if (sent.empty()) return;
-      for (const auto& [work, peer] : sent) wait(work, peer);
+      wait(oldest.first, oldest.second);
     }
   }
 
@@ -104,7 +116,7 @@ class Connections {
     wait(post_receive(control, tensor, peer, tag), peer);
   }
 
-  // Until `flush`: a send that is forgotten would be taken back.
+  // Until it is released: a send that is forgotten would be taken back.
   void keep(Work work, int32_t peer) {
     const std::lock_guard lock(mutex_);
     sent_.emplace_back(std::move(work), peer);
@@ -166,7 +178,8 @@ class Connections {
   std::mutex mutex_;
   bool cancelled_ = false;
   std::unordered_set<c10d::Work*> waited_for_;
-  std::vector<std::pair<Work, int32_t>> sent_;
+  std::deque<std::pair<Work, int32_t>> sent_;
+  int64_t num_released_ = 0;
 };
 
 }  // namespace timelyfreeze

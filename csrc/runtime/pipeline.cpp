@@ -15,8 +15,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr size_t kMaxSpecs = 4096;
-
 }  // namespace
 
 Pipeline::Pipeline(std::vector<std::shared_ptr<Stage>> stages, const std::vector<int32_t>& stage_to_rank,
@@ -62,7 +60,7 @@ std::vector<Parcel> Pipeline::transfer(const std::vector<Parcel>& parcels, const
   std::vector<Parcel> received;
   const auto job = [&] {
     for (const Parcel& parcel : parcels) {
-      Packet packet{{}, {}, parcel.text};
+      Packet packet{{}, {}, parcel.text, {}};
       for (const auto& tensor : parcel.tensors) packet.tensors.push_back(tensor ? tensor->detach() : at::Tensor());
       transport_->send(parcel.peer, -1, packet);
     }
@@ -127,21 +125,6 @@ std::optional<Action> Pipeline::running_action() const {
   if (packed == kNoAction) return std::nullopt;
   return Action{static_cast<int32_t>(packed >> 40), static_cast<Kind>((packed >> 32) & 0xff),
                 static_cast<int32_t>(packed & 0xffffffff)};
-}
-
-// What puts a value from another process together; unpickled once for all that look alike.
-PyRef Pipeline::spec_of(const std::string& text) {
-  if (text.empty()) return nullptr;
-  {
-    const std::lock_guard lock(specs_mutex_);
-    const auto known = specs_.find(text);
-    if (known != specs_.end()) return known->second;
-  }
-  const py::gil_scoped_acquire gil;
-  PyRef spec = make_ref(py::module_::import("timelyfreeze.runtime.values").attr("spec_from_bytes")(py::bytes(text)));
-  const std::lock_guard lock(specs_mutex_);
-  if (specs_.size() >= kMaxSpecs) specs_.clear();
-  return specs_.try_emplace(text, std::move(spec)).first->second;
 }
 
 void Pipeline::work(int32_t index) {

@@ -7,7 +7,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "core/cancel.h"
@@ -15,6 +14,7 @@
 #include "runtime/device.h"
 #include "runtime/execution.h"
 #include "runtime/python_ref.h"
+#include "runtime/specs.h"
 #include "runtime/stage.h"
 #include "runtime/transport.h"
 #include "runtime/worker_group.h"
@@ -110,7 +110,6 @@ class Pipeline {
   [[nodiscard]] bool is_local(int32_t stage) const { return stages_[static_cast<size_t>(stage)] != nullptr; }
   [[nodiscard]] int32_t num_workers() const { return own_rank_ ? 1 : static_cast<int32_t>(devices_.size()); }
   void set_running(const Action* action);
-  PyRef spec_of(const std::string& text);
   void run_job(const std::function<void()>& job, double timeout_s);
   void wait(const Running& running, double timeout_s);
   void settle();
@@ -121,8 +120,7 @@ class Pipeline {
   std::optional<int32_t> own_rank_;
   std::shared_ptr<Transport> transport_;
   std::vector<int32_t> peers_;
-  std::mutex specs_mutex_;
-  std::unordered_map<std::string, PyRef> specs_;
+  SpecCache specs_;
   std::mutex running_mutex_;
   const Running* running_ = nullptr;
   std::vector<std::atomic<unsigned long>> thread_ids_;

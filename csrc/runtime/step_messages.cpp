@@ -30,7 +30,7 @@ void Pipeline::Step::arrive(Arrival arrival) {
   for (at::Tensor& tensor : arrival.packet.tensors) shipments.push_back({std::move(tensor), arrival.arrived});
   if (action.kind == Kind::forward) {
     inbox_[slot({action.stage + 1, action.kind, action.microbatch})] = {
-        std::move(shipments), std::move(arrival.packet.requires_grad), pipeline_.spec_of(arrival.packet.spec)};
+        std::move(shipments), std::move(arrival.packet.requires_grad), pipeline_.specs_.of(arrival.packet.spec)};
   } else {
     gradients_[slot({action.stage - 1, action.kind, action.microbatch})] = std::move(shipments);
   }
@@ -64,7 +64,7 @@ void Pipeline::Step::send_on(const Instruction& instruction, Value value, const 
   const Action& action = instruction.action;
   std::vector<bool> flags = keep_outputs(value, carries_grad, held);
   if (!pipeline_.is_local(action.stage + 1)) {
-    send_away(instruction, action.stage + 1, {std::move(value.tensors), std::move(flags), spec});
+    send_away(instruction, action.stage + 1, {std::move(value.tensors), std::move(flags), spec, {}});
     return;
   }
   Message& message = inbox_[slot({action.stage + 1, action.kind, action.microbatch})];

@@ -95,8 +95,10 @@ struct Transport::Impl : Connections {
     int64_t guess;
   };
 
+  int64_t word_length() const { return kWordLength + static_cast<int64_t>(num_notes); }
+
   Ahead post_word(int32_t peer, int64_t guess) {
-    at::Tensor word = at::empty({kWordLength}, at::kLong);
+    at::Tensor word = at::empty({word_length()}, at::kLong);
     Work work = post_receive(control, word, peer, kWordTag);
     return {std::move(word), std::move(work), guess};
   }
@@ -132,6 +134,9 @@ struct Transport::Impl : Connections {
     Arrival arrival;
     arrival.id = static_cast<ActionId>(word.id);
     arrival.packet.spec = layout.spec;
+    arrival.packet.notes.resize(num_notes);
+    std::memcpy(arrival.packet.notes.data(), ahead.word.const_data_ptr<int64_t>() + kWordLength,
+                num_notes * sizeof(double));
     if (layout.has_flags) {
       for (const Layout::Entry& entry : layout.entries) arrival.packet.requires_grad.push_back(entry.requires_grad);
     }
@@ -155,9 +160,11 @@ struct Transport::Impl : Connections {
   }
 
   // Words of the packets to come, and, where it can be guessed, their tensors.
-  void look_ahead(int32_t peer, const std::vector<ActionId>& ids, size_t next, std::deque<Ahead>& ahead) {
-    while (ahead.size() < kAhead && next + ahead.size() < ids.size()) {
-      const int64_t guess = guess_layout(peer, ids[next + ahead.size()]);
+  void look_ahead(int32_t peer, Expected& expected, std::deque<Ahead>& ahead) {
+    while (ahead.size() < kAhead) {
+      const auto id = expected.at(ahead.size());
+      if (!id) return;
+      const int64_t guess = guess_layout(peer, *id);
       ahead.push_back(post_word(peer, guess));
       if (guess < 0) continue;
       const auto alike = std::count_if(ahead.begin(), ahead.end(), [&](const Ahead& a) { return a.guess == guess; });
@@ -166,24 +173,25 @@ struct Transport::Impl : Connections {
     }
   }
 
-  void receive_all(const Inbound& inbound, const OnArrival& on_arrival) {
+  void receive_all(int32_t peer, Expected& expected, const OnArrival& on_arrival) {
     const at::NoGradGuard no_grad;
     std::deque<Ahead> ahead;
-    for (size_t i = 0; i < inbound.ids.size(); ++i) {
-      look_ahead(inbound.peer, inbound.ids, i, ahead);
-      Arrival arrival = take(inbound.peer, ahead.front());
+    while (expected.wait()) {
+      look_ahead(peer, expected, ahead);
+      Arrival arrival = take(peer, ahead.front());
       ahead.pop_front();
-      if (arrival.id != inbound.ids[i]) {
-        throw LostRank{inbound.peer, "it sent another action's data: the ranks do not run the same program"};
+      if (arrival.id != expected.take()) {
+        throw LostRank{peer, "it sent another action's data: the ranks do not run the same program"};
       }
-      look_ahead(inbound.peer, inbound.ids, i + 1, ahead);
-      on_arrival(inbound.peer, std::move(arrival));
+      look_ahead(peer, expected, ahead);
+      on_arrival(peer, std::move(arrival));
     }
   }
 
   const c10::Device device;
   std::optional<c10::Stream> arrivals;  // what is received runs here
   double clock_offset_s = 0.0;
+  size_t num_notes = 0;
   std::vector<Outgoing> outgoing;  // a peer
   std::vector<Incoming> incoming;  // a peer
   WorkerGroup receivers;
@@ -202,6 +210,7 @@ Transport::~Transport() {
 int32_t Transport::rank() const { return impl_->control->getRank(); }
 int32_t Transport::size() const { return impl_->control->getSize(); }
 double Transport::clock_offset_s() const { return impl_->clock_offset_s; }
+void Transport::carry_notes(size_t count) { impl_->num_notes = count; }
 
 // Rank 0 answers each rank in turn with its own time, which lies between question and answer; the quickest answer says
 // it best.
@@ -238,10 +247,12 @@ void Transport::send(int32_t peer, ActionId id, const Packet& packet) {
   if (layouts.size() >= kMaxLayouts && layouts.count(text) == 0) layouts.clear();
   const auto [known, is_new] = layouts.try_emplace(text, next);
   next += is_new ? 1 : 0;
-  const at::Tensor bytes = at::empty({kWordLength}, at::kLong);
+  const at::Tensor bytes = at::zeros({impl_->word_length()}, at::kLong);
   const Word word{id, known->second, is_new ? static_cast<int64_t>(text.size()) : 0,
                   static_cast<int64_t>((now_s() + impl_->clock_offset_s) * 1e9)};
   std::memcpy(bytes.mutable_data_ptr(), &word, sizeof word);
+  std::memcpy(bytes.mutable_data_ptr<int64_t>() + kWordLength, packet.notes.data(),
+              std::min(impl_->num_notes, packet.notes.size()) * sizeof(double));
   const Group& group = peer > rank() ? impl_->up : impl_->down;
   // Tensors first where they wait for a stream: the word tells the receiver that they are posted.
   for (const at::Tensor& tensor : ready.tensors) {
@@ -258,6 +269,8 @@ Arrival Transport::receive(int32_t peer) {
 }
 
 void Transport::flush() { impl_->flush(); }
+int64_t Transport::num_sent() const { return impl_->num_sent(); }
+void Transport::release(int64_t count) { impl_->release(count); }
 
 void Transport::start_receiving(const std::vector<Inbound>& inbound, const OnArrival& on_arrival,
                                 const OnError& on_error) {
@@ -267,13 +280,19 @@ void Transport::start_receiving(const std::vector<Inbound>& inbound, const OnArr
   }
   if (inbound.empty()) return;
   const auto receive_all = [this, inbound, on_arrival, on_error](int32_t index) {
+    const Inbound& from = inbound[static_cast<size_t>(index)];
     try {
-      impl_->receive_all(inbound[static_cast<size_t>(index)], on_arrival);
+      Expected expected(from.ids);
+      impl_->receive_all(from.peer, expected, on_arrival);
     } catch (...) {
       on_error(std::current_exception());
     }
   };
   if (!impl_->receivers.start(receive_all, static_cast<int32_t>(inbound.size()))) throw TransportCancelled();
+}
+
+void Transport::receive_from(int32_t peer, Expected& expected, const OnArrival& on_arrival) {
+  impl_->receive_all(peer, expected, on_arrival);
 }
 
 void Transport::finish_receiving() {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/program.h"
+#include "runtime/expected.h"
 
 namespace timelyfreeze {
 
@@ -28,6 +29,7 @@ struct Packet {
   std::vector<at::Tensor> tensors;  // undefined: there is none, and nothing travels
   std::vector<bool> requires_grad;  // one a tensor, or none
   std::string spec;                 // says how the tensors are put together; empty: it is the one tensor itself
+  std::vector<double> notes;        // as many as `carry_notes` says; others are cut off or 0
 };
 
 struct Arrival {
@@ -65,6 +67,9 @@ class Transport {
 
   // Everything below that blocks throws LostRank, or TransportCancelled after `cancel`.
 
+  // From now on every packet has so many notes. All ranks call it, before the first packet.
+  void carry_notes(size_t count);
+
   // Finds out by how much this rank's clock differs from rank 0's. All ranks call it together.
   void set_clock();
   // Seconds to add to this rank's steady clock to get rank 0's.
@@ -75,6 +80,9 @@ class Transport {
   Arrival receive(int32_t peer);
   // Waits until all that was sent has been taken off this rank's hands.
   void flush();
+  // The same of the first `count` sends of all; there have been `num_sent`.
+  [[nodiscard]] int64_t num_sent() const;
+  void release(int64_t count);
 
   using OnArrival = std::function<void(int32_t peer, Arrival arrival)>;
   using OnError = std::function<void(std::exception_ptr error)>;
@@ -82,6 +90,8 @@ class Transport {
   void start_receiving(const std::vector<Inbound>& inbound, const OnArrival& on_arrival, const OnError& on_error);
   // Returns once nothing is being received any more.
   void finish_receiving();
+  // Receives on the calling thread, until no more is expected. Not while the peer's packets are received otherwise.
+  void receive_from(int32_t peer, Expected& expected, const OnArrival& on_arrival);
 
   // Every rank's text to every rank. All ranks call it together.
   std::vector<std::string> exchange(const std::string& own);
