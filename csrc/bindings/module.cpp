@@ -165,9 +165,9 @@ void push_batch(AsyncPipeline& pipeline, const std::vector<PyInput>& microbatche
   if (masks) shared = std::make_shared<const AsyncMasks>(AsyncMasks{masks->first, masks->second});
   std::vector<AsyncInput> batch;
   for (const auto& [tensors, spec, target, weight] : microbatches) {
-    const auto row = static_cast<int64_t>(batch.size());
+    const auto place = static_cast<ActionId>(batch.size());
     batch.push_back(
-        {{tensors, spec.is_none() ? nullptr : make_ref(spec)}, {make_ref(target), weight, false, shared, row}});
+        {{tensors, spec.is_none() ? nullptr : make_ref(spec)}, {make_ref(target), weight, false, place, shared}});
   }
   if (!batch.empty()) batch.back().ticket.ends_batch = true;
   pipeline.push(std::move(batch));
@@ -183,8 +183,22 @@ void bind_ledger(py::module_& m) {
       .def_readonly("last", &Entry::last);
 }
 
+using PyPlace = std::tuple<int32_t, std::string, int64_t>;
+
+std::optional<PyPlace> as_tuple(const std::optional<AsyncPlace>& place) {
+  if (!place) return std::nullopt;
+  return PyPlace{place->stage, std::string(1, place->kind), place->microbatch};
+}
+
 void bind_async(py::module_& m) {
   bind_ledger(m);
+  py::class_<NormBoard, std::shared_ptr<NormBoard>>(m, "NormBoard")
+      .def(py::init<int64_t>(), py::arg("num_stages"))
+      .def("add", &NormBoard::add, py::arg("stage"), py::arg("square"))
+      .def("count", &NormBoard::count, py::arg("stage"))
+      .def("squares", &NormBoard::squares, py::arg("stage"))
+      .def("set", &NormBoard::set, py::arg("stage"), py::arg("count"), py::arg("squares"))
+      .def("at", &NormBoard::at, py::arg("stage"), py::arg("index"));
   py::class_<AsyncPipeline>(m, "AsyncPipeline")
       .def(py::init([](std::vector<std::shared_ptr<Stage>> stages, const std::vector<std::string>& devices,
                        py::object loss_fn, std::vector<py::object> updates, std::vector<py::object> batch_ends,
@@ -208,7 +222,7 @@ void bind_async(py::module_& m) {
           [](AsyncPipeline& self, int64_t count) {
             std::vector<std::pair<at::Tensor, py::object>> losses;
             for (const AsyncLoss& loss : self.take_losses(count)) {
-              losses.emplace_back(loss.tensor, loss.count ? *loss.count : py::none());
+              losses.emplace_back(loss.tensor, loss.count ? py::object(py::float_(*loss.count)) : py::none());
             }
             return losses;
           },
@@ -221,15 +235,27 @@ void bind_async(py::module_& m) {
              }
              return times;
            })
+      .def("skip_losses", &AsyncPipeline::skip_losses, py::arg("count"))
       .def("take_failure",
            [](AsyncPipeline& self) {
              const auto report = self.take_failure();
-             std::optional<std::tuple<int32_t, std::string, int64_t>> place;
-             if (report.place) {
-               place.emplace(report.place->stage, std::string(1, report.place->kind), report.place->microbatch);
-             }
-             return std::pair(place, report.error);
+             return std::pair(as_tuple(report.place), report.error);
            })
+      .def_property_readonly("failure",
+                             [](AsyncPipeline& self) {
+                               const auto report = self.failure();
+                               return report ? std::optional(std::pair(as_tuple(report->place), report->error))
+                                             : std::nullopt;
+                             })
+      .def(
+          "connect",
+          [](AsyncPipeline& self, std::shared_ptr<Transport> transport, std::optional<int32_t> below,
+             std::optional<int32_t> above, std::shared_ptr<NormBoard> norms, py::object on_failure) {
+            self.connect(std::move(transport), {below, above}, std::move(norms), std::move(on_failure));
+          },
+          py::arg("transport"), py::arg("below"), py::arg("above"), py::arg("norms"), py::arg("on_failure"))
+      .def("fail", &AsyncPipeline::fail, py::arg("error"))
+      .def_property_readonly("running_action", [](const AsyncPipeline& self) { return as_tuple(self.running()); })
       .def("forget", &AsyncPipeline::forget)
       .def("abandon", &AsyncPipeline::abandon)
       .def("close", &AsyncPipeline::close)

@@ -54,12 +54,12 @@ uint64_t AsyncStream::seed_of(int32_t stage, char kind, int64_t m) const {
 const uint8_t* AsyncTicket::live_row(int32_t stage) const {
   if (masks == nullptr) return nullptr;
   const at::Tensor& live = masks->live[static_cast<size_t>(stage)];
-  return live.const_data_ptr<uint8_t>() + row * live.size(1);
+  return live.const_data_ptr<uint8_t>() + static_cast<int64_t>(place) * live.size(1);
 }
 
 bool AsyncTicket::forces_input_grad(int32_t stage) const {
   return masks != nullptr && stage > 0 &&
-         masks->needs_input_grad[static_cast<size_t>(stage)].const_data_ptr<uint8_t>()[row] != 0;
+         masks->needs_input_grad[static_cast<size_t>(stage)].const_data_ptr<uint8_t>()[place] != 0;
 }
 
 bool AsyncStream::trains(int32_t stage, const uint8_t* live) const {
@@ -71,17 +71,21 @@ bool AsyncStream::trains(int32_t stage, const uint8_t* live) const {
 }
 
 AsyncStream::Message AsyncStream::take_message(int32_t stage, int64_t m) {
-  if (stage > 0) {
-    auto& inbox = runs_[static_cast<size_t>(stage)].inbox;
-    return std::move(inbox[static_cast<size_t>(m) % inbox.size()]);
-  }
+  auto& inbox = runs_[static_cast<size_t>(stage)].inbox;
+  if (stage > 0 && is_local(stage - 1)) return std::move(inbox[static_cast<size_t>(m) % inbox.size()]);
   AsyncInput input;
   {
     const std::lock_guard lock(mutex_);
     input = std::move(inputs_.front());
     inputs_.pop_front();
   }
-  Message message{{}, {}, std::move(input.value.spec), std::move(input.ticket)};
+  if (stage > 0) {
+    Message message = std::move(inbox[static_cast<size_t>(m) % inbox.size()]);
+    message.ticket = std::move(input.ticket);
+    norms_->learn(message.norms.data());
+    return message;
+  }
+  Message message{{}, {}, std::move(input.value.spec), std::move(input.ticket), {}};
   for (const at::Tensor& tensor : input.value.tensors) message.tensors.push_back({tensor.detach(), nullptr});
   message.requires_grad.resize(message.tensors.size());
   return message;
@@ -126,8 +130,10 @@ void AsyncStream::forward(int32_t stage, int64_t m) {
   if (!is_last(stage)) {
     Value value = stages_[static_cast<size_t>(stage)]->take_apart(output);
     output = py::object();
+    std::string spec;
+    if (value.spec && !is_local(stage + 1)) spec = value.spec->attr("to_bytes")().cast<std::string>();
     const py::gil_scoped_release no_gil;
-    send_on(stage, m, std::move(value), own);
+    send_on(stage, m, std::move(value), spec, own);
   } else if (loss_inside) {
     take_loss(output, own);
   } else {
@@ -136,7 +142,7 @@ void AsyncStream::forward(int32_t stage, int64_t m) {
 }
 
 void AsyncStream::keep_for_recompute(Slot& own, int32_t stage, const Message& message) const {
-  own.kept = {{}, message.requires_grad, message.spec, {}};
+  own.kept = {{}, message.requires_grad, message.spec, {}, {}};
   own.versions.clear();
   for (const Shipment& shipment : message.tensors) {
     const at::Tensor tensor = devices_[static_cast<size_t>(stage)].receive(shipment);
@@ -145,20 +151,26 @@ void AsyncStream::keep_for_recompute(Slot& own, int32_t stage, const Message& me
   }
 }
 
-void AsyncStream::send_on(int32_t stage, int64_t m, Value value, Slot& own) {
-  auto& inbox = runs_[static_cast<size_t>(stage) + 1].inbox;
-  Message& message = inbox[static_cast<size_t>(m) % inbox.size()];
+void AsyncStream::send_on(int32_t stage, int64_t m, Value value, const std::string& spec, Slot& own) {
+  std::vector<bool> flags;
   if (!own.recomputes) {
     // Where masks have frozen the stage, a mark that user code makes on its output says nothing.
     const bool carries_grad = own.recorded || own.ticket.masks == nullptr;
-    message.requires_grad = keep_outputs(value, carries_grad, own.held);
+    flags = keep_outputs(value, carries_grad, own.held);
   } else {
     // Without a graph nobody knows yet which outputs a gradient can go back through.
-    for (const at::Tensor& tensor : value.tensors) message.requires_grad.push_back(can_require_grad(tensor));
+    for (const at::Tensor& tensor : value.tensors) flags.push_back(can_require_grad(tensor));
   }
+  if (!is_local(stage + 1)) {
+    send_forward_away(std::move(value), spec, std::move(flags), own.ticket);
+    return;
+  }
+  auto& inbox = runs_[static_cast<size_t>(stage) + 1].inbox;
+  Message& message = inbox[static_cast<size_t>(m) % inbox.size()];
+  message.requires_grad = std::move(flags);
   message.spec = std::move(value.spec);
-  message.ticket = {std::move(own.ticket.target), own.ticket.weight, own.ticket.ends_batch, own.ticket.masks,
-                    own.ticket.row};
+  message.ticket = own.ticket;
+  own.ticket.target = nullptr;
   for (const at::Tensor& tensor : value.tensors) {
     message.tensors.push_back(
         devices_[static_cast<size_t>(stage)].send(tensor, devices_[static_cast<size_t>(stage) + 1]));
@@ -170,15 +182,23 @@ void AsyncStream::send_on(int32_t stage, int64_t m, Value value, Slot& own) {
 void AsyncStream::take_loss(const py::object& loss, Slot& own) {
   const auto [tensor, count] = split_loss(loss);
   own.ticket.target = nullptr;
-  own.is_sum = static_cast<bool>(count);
-  if (count) own.ticket.weight = py::float_(count).cast<double>();
+  own.loss.tensor = tensor.detach();
+  if (count) own.loss.count = own.ticket.weight = py::float_(count).cast<double>();
   if (own.recorded) {
     if (!tensor.requires_grad() && own.ticket.masks == nullptr) throw_constant_loss();
     if (tensor.requires_grad()) own.held.loss = tensor;
   }
+  add_loss(own.loss);
+}
+
+void AsyncStream::add_loss(AsyncLoss loss) {
   {
     const std::lock_guard lock(mutex_);
-    losses_.push_back({tensor.detach(), count ? make_ref(count) : nullptr});
+    if (num_skipped_losses_ > 0) {
+      --num_skipped_losses_;
+      return;
+    }
+    losses_.push_back(std::move(loss));
   }
   news_.notify_all();
 }
@@ -188,9 +208,11 @@ void AsyncStream::backward(int32_t stage, int64_t m, bool has_younger) {
   const c10::OptionalStreamGuard stream(device.compute_stream());
   StageRun& run = runs_[static_cast<size_t>(stage)];
   Slot own = std::exchange(slot(stage, m), Slot());
-  Gradients gradients{{}, own.ticket.weight};
+  Gradients gradients{{}, own.ticket.weight, 1.0, {}, {}};
   if (!is_last(stage)) gradients = std::exchange(run.gradients[static_cast<size_t>(m) % run.gradients.size()], {});
   own.ticket.weight = gradients.weight;
+  if (!is_last(stage)) own.loss = std::move(gradients.loss);
+  if (!gradients.norms.empty()) norms_->learn(gradients.norms.data());
   ledger_.count_backward(stage, ledger_.num_updates(stage) - own.updates_at_forward);
   run.window.add(gradients.weight, options_.accumulation);
   if (is_last(stage) && run.window.size == 1 && !calls_.loss_scale.is_none()) {
@@ -240,7 +262,8 @@ void AsyncStream::differentiate(int32_t stage, Slot& own, const std::vector<Ship
   if (held.loss.defined()) {
     const Window& window = runs_[static_cast<size_t>(stage)].window;
     roots.push_back(held.loss);
-    grads.push_back(at::full_like(held.loss, (own.is_sum ? 1.0 : own.ticket.weight) / window.nominal * window.scale));
+    grads.push_back(
+        at::full_like(held.loss, (own.loss.count ? 1.0 : own.ticket.weight) / window.nominal * window.scale));
   }
   for (size_t i = 0; i < std::min(arrived.size(), held.outputs.size()); ++i) {
     if (!arrived[i].tensor.defined() || !held.outputs[i].defined()) continue;
@@ -254,6 +277,10 @@ void AsyncStream::differentiate(int32_t stage, Slot& own, const std::vector<Ship
 }
 
 void AsyncStream::send_grads(int32_t stage, int64_t m, const Slot& own, double weight, double scale) {
+  if (!is_local(stage - 1)) {
+    send_grads_away(own, weight);
+    return;
+  }
   StageRun& below = runs_[static_cast<size_t>(stage) - 1];
   Gradients& gradients = below.gradients[static_cast<size_t>(m) % below.gradients.size()];
   gradients.weight = weight;

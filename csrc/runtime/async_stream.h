@@ -5,17 +5,21 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/cancel.h"
 #include "runtime/async_ledger.h"
+#include "runtime/async_link.h"
 #include "runtime/async_times.h"
 #include "runtime/device.h"
+#include "runtime/norm_board.h"
 #include "runtime/python_ref.h"
 #include "runtime/stage.h"
 
@@ -47,8 +51,8 @@ struct AsyncTicket {
   PyRef target;
   double weight = 1.0;  // of its mean loss: its samples
   bool ends_batch = false;
+  ActionId place = 0;  // in its batch
   std::shared_ptr<const AsyncMasks> masks = nullptr;
-  int64_t row = 0;  // of the masks
 
   [[nodiscard]] const uint8_t* live_row(int32_t stage) const;
   [[nodiscard]] bool forces_input_grad(int32_t stage) const;
@@ -60,8 +64,8 @@ struct AsyncInput {
 };
 
 struct AsyncLoss {
-  at::Tensor tensor;  // mean or sum, detached
-  PyRef count;        // or null
+  at::Tensor tensor;            // mean or sum, detached
+  std::optional<double> count;  // of a (sum, count) loss
 };
 
 // Where a stream failed: `kind` is F, B or U (an update). Without a stage it was stopped from outside.
@@ -77,22 +81,38 @@ struct AsyncPlace {
 // updates its own weights. That order is fixed, nothing in it waits for another stage's update, and no stage has more
 // than N-s micro-batches between forward and backward. At the end the backwards that are left run, and an update of
 // what has been accumulated.
+//
+// Either all stages are here, or one, which a link connects with those of other processes; the others are null. Then
+// every process is given all micro-batches, of which the first stage takes the input and the last one the target, and
+// the losses come down with the gradients.
 class AsyncStream {
  public:
   AsyncStream(const std::vector<std::shared_ptr<Stage>>& stages, const std::vector<RankDevice>& devices,
               const AsyncCalls& calls, const AsyncOptions& options, AsyncLedger& ledger, int64_t first_microbatch,
-              bool timed);
+              bool timed, NormBoard* norms, std::unique_ptr<AsyncLink> link);
+
+  // How many notes its packets have.
+  static size_t num_notes(const NormBoard& norms);
+
+  // Called once, from a worker or a receiving thread, where it fails by itself; from before the first push on.
+  std::function<void()> on_failure;
 
   // The whole run of a stage. Never throws; what goes wrong cancels the stream.
   void work(int32_t stage);
   void push(std::vector<AsyncInput> inputs);
   void end();
   void fail(std::exception_ptr error);
+  // Waits until nothing is received any more, after `end` or a failure.
+  void stop_receiving();
+  // What the one stage that is here is doing: none while it waits.
+  [[nodiscard]] std::optional<AsyncPlace> running() const;
 
   [[nodiscard]] bool failed() const { return cancel_.cancelled(); }
   [[nodiscard]] std::pair<std::optional<AsyncPlace>, std::exception_ptr> failure() const;
   std::vector<AsyncLoss> take_losses(int64_t count);
   std::vector<AsyncTime> take_times() { return times_.take(); }
+  // Lets go of so many losses, now or as they come.
+  void skip_losses(int64_t count);
   // What can be waited for: so many losses; that every stage waits for input, so that no weight changes until there is
   // some; that the stages have left.
   enum class Goal { losses, settled, over };
@@ -105,11 +125,14 @@ class AsyncStream {
     std::vector<bool> requires_grad;
     PyRef spec;
     AsyncTicket ticket;
+    std::vector<double> norms;  // from another process, as the two below: what its NormBoard wrote
   };
   struct Gradients {
     std::vector<Shipment> tensors;
     double weight = 1.0;
     double scale = 1.0;  // of the loss that they are of
+    AsyncLoss loss;
+    std::vector<double> norms;
   };
   // A micro-batch between its forward and its backward.
   struct Slot {
@@ -120,7 +143,7 @@ class AsyncStream {
     int64_t updates_at_forward = 0;
     bool recorded = false;
     bool recomputes = false;
-    bool is_sum = false;  // the weight is a (sum, count) loss's count
+    AsyncLoss loss;
   };
   // The gradients that the next update is of. They are divided by the first micro-batch's weight times how many there
   // shall be as they come, and what that differs from their weights' sum by is the update's factor: 1 where all weigh
@@ -150,6 +173,7 @@ class AsyncStream {
   [[nodiscard]] int32_t num_stages() const { return static_cast<int32_t>(stages_.size()); }
   [[nodiscard]] int64_t most_outstanding(int32_t stage) const { return num_stages() - stage; }
   [[nodiscard]] bool is_last(int32_t stage) const { return stage + 1 == num_stages(); }
+  [[nodiscard]] bool is_local(int32_t stage) const { return stages_[static_cast<size_t>(stage)] != nullptr; }
   Slot& slot(int32_t stage, int64_t m);
   bool trains(int32_t stage, const uint8_t* live) const;
 
@@ -160,13 +184,24 @@ class AsyncStream {
   void tell();
   [[nodiscard]] bool has_reached(Goal goal, int64_t num_losses) const;
 
+  // With other processes: see async_remote.cpp.
+  [[nodiscard]] int32_t own_stage() const;
+  void start_receiving();
+  void arrive_forward(Arrival arrival);
+  void arrive_grads(Arrival arrival);
+  void fail_receiving(std::exception_ptr error);
+  void send_forward_away(Value value, const std::string& spec, std::vector<bool> flags, const AsyncTicket& ticket);
+  void send_grads_away(const Slot& own, double weight);
+  void add_loss(AsyncLoss loss);
+  void begin(AsyncPlace& now, char kind, int64_t m);
+
   void run_order(int32_t stage, AsyncPlace& now);
   void forward(int32_t stage, int64_t m);
   Message take_message(int32_t stage, int64_t m);
   Value receive(int32_t stage, const Message& message, bool record, Held& held) const;
   void keep_for_recompute(Slot& own, int32_t stage, const Message& message) const;
   void recompute(int32_t stage, int64_t m, Slot& own);
-  void send_on(int32_t stage, int64_t m, Value value, Slot& own);
+  void send_on(int32_t stage, int64_t m, Value value, const std::string& spec, Slot& own);
   void take_loss(const pybind11::object& loss, Slot& own);
   void backward(int32_t stage, int64_t m, bool has_younger);
   void differentiate(int32_t stage, Slot& own, const std::vector<Shipment>& arrived);
@@ -180,6 +215,7 @@ class AsyncStream {
   const AsyncCalls& calls_;
   const AsyncOptions options_;
   AsyncLedger& ledger_;
+  NormBoard* const norms_;  // or null, as the link
   const int64_t first_microbatch_;
   const at::ThreadLocalState caller_;
   CancelToken cancel_;
@@ -192,7 +228,10 @@ class AsyncStream {
   std::deque<AsyncInput> inputs_;
   int64_t num_pushed_ = 0;
   std::deque<AsyncLoss> losses_;
+  int64_t num_skipped_losses_ = 0;  // that are still to come
   int32_t num_over_ = 0;
+  std::atomic<int64_t> running_{0};
+  const std::unique_ptr<AsyncLink> link_;  // or null; the last, so that its threads end first
 };
 
 }  // namespace timelyfreeze

@@ -49,6 +49,16 @@ def check_async_arguments(
     raise_all(ValueError, problems)
 
 
+def refuse_in_processes(**arguments: object) -> None:
+    """Raise ValueError naming those that are not None: they work where ranks are threads of one process."""
+    problems = [
+        problem(f"{name} with process_group", expected="None", hint="Train in one process, or leave it out.")
+        for name, value in arguments.items()
+        if value is not None
+    ]
+    raise_all(ValueError, problems)
+
+
 def slices_of(batch: Any, num_microbatches: int) -> list[Microbatch]:
     """A batch as ``AsyncPipeline.run`` takes it, cut into micro-batches.
 

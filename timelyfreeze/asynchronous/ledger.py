@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from timelyfreeze import _C
@@ -61,6 +62,24 @@ def read_ledger(runtime: _C.AsyncPipeline) -> DriftLedger:
         for entry in runtime.ledger
     ]
     return DriftLedger(stages, runtime.num_weight_copies)
+
+
+def pack_ledger(ledger: DriftLedger, stage: int) -> dict[str, Any]:
+    """One stage of it as plain data (JSON), for other ranks."""
+    return asdict(ledger.stages[stage]) | {"copies": ledger.num_weight_copies}
+
+
+def merge_ledgers(every: Sequence[Mapping[str, Any]]) -> DriftLedger:
+    """What ``pack_ledger`` made on each rank.
+
+    >>> merge_ledgers([pack_ledger(empty_ledger(2, 1), stage) for stage in (0, 1)]) == empty_ledger(2, 1)
+    True
+    """
+    stages = []
+    for one in every:
+        counts = {int(drift): count for drift, count in one["microbatches"].items()}
+        stages.append(StageDrift(one["bound"], counts, one["last"], one["num_updates"], one["num_skipped"]))
+    return DriftLedger(stages, sum(one["copies"] for one in every))
 
 
 def empty_ledger(num_stages: int, accumulation: int) -> DriftLedger:

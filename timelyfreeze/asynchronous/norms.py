@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+
+from timelyfreeze import _C
 
 
 class DelayedNorm:
@@ -55,20 +56,68 @@ class DelayedNorm:
                 return square.sqrt()
             return torch.stack([self._square(other, wanted) for other in range(self._num_stages)]).sum().sqrt()
 
-    def state_dict(self) -> dict[str, Any]:
-        """When drained, the squares that the next updates go by, a list a place."""
-        return {"counts": list(self._counts), "squares": [[float(one) for one in own] for own in self._squares]}
+    def known(self, place: int) -> tuple[int, list[float]]:
+        """How many updates a stage has told of, and the squares of the last of them."""
+        with self._lock:
+            return self._counts[place], [float(square) for square in self._squares[place]]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self.reset()
-        self._counts = list(state["counts"])
-        for own, saved in zip(self._squares, state["squares"], strict=True):
-            own.extend(torch.tensor(one, dtype=torch.float64) for one in saved)
+    def restore(self, place: int, count: int, squares: Sequence[float]) -> None:
+        """Go on where ``known`` was taken."""
+        with self._lock:
+            self._counts[place] = count
+            self._squares[place].clear()
+            self._squares[place].extend(torch.tensor(square, dtype=torch.float64) for square in squares)
 
     def _square(self, place: int, index: int) -> torch.Tensor:
         squares = self._squares[place]
         return squares[index - self._counts[place] + len(squares)]
+
+
+class RemoteNorm:
+    """The same where each stage is a process: the squares of the others come with the micro-batches.
+
+    Args:
+        num_stages: all of them.
+        lag: see ``lag_of``.
+
+    Attributes:
+        board: what is known of them; see csrc/runtime/norm_board.h.
+        updating: the stages that update.
+
+    >>> norms = RemoteNorm(num_stages=2, lag=0)
+    >>> norms.updating = [0, 1]
+    >>> norms.board.add(1, 16.0)
+    >>> float(norms.exchange(0, torch.tensor(9.0, dtype=torch.float64)))
+    5.0
+    """
+
+    def __init__(self, num_stages: int, lag: int) -> None:
+        self.board = _C.NormBoard(num_stages)
+        self.lag = lag
+        self.updating: list[int] = []
+        self._num_stages = num_stages
+
+    def reset(self) -> None:
+        """Begin anew, on all ranks."""
+        for stage in range(self._num_stages):
+            self.board.set(stage, 0, [])
+
+    def known(self, place: int) -> tuple[int, list[float]]:
+        """As ``DelayedNorm`` has it; the place is the number of the stage, here and below."""
+        return self.board.count(place), self.board.squares(place)
+
+    def restore(self, place: int, count: int, squares: Sequence[float]) -> None:
+        """As ``DelayedNorm`` has it."""
+        self.board.set(place, count, squares)
+
+    def exchange(self, place: int, square: torch.Tensor) -> torch.Tensor:
+        """As ``DelayedNorm`` has it."""
+        wanted = self.board.count(place) - self.lag
+        self.board.add(place, float(square))
+        if wanted < 0:
+            return square.sqrt()
+        squares = [self.board.at(stage, wanted) for stage in self.updating]
+        return torch.tensor(squares, dtype=square.dtype).sum().sqrt()
 
 
 def lag_of(num_stages: int, accumulation: int) -> int:

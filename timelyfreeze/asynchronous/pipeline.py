@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,23 +12,24 @@ import torch
 from torch import nn
 
 from timelyfreeze.acceleration.switch import AccelerationSwitch
-from timelyfreeze.asynchronous.arguments import check_async_arguments, slices_of
+from timelyfreeze.asynchronous.arguments import check_async_arguments, refuse_in_processes, slices_of
 from timelyfreeze.asynchronous.engine import AsyncEngine, AsyncOptions, MakeScheduler
 from timelyfreeze.asynchronous.freezing import StreamFreezing
-from timelyfreeze.asynchronous.ledger import DriftLedger, empty_ledger
 from timelyfreeze.asynchronous.modules import refuse_unfit_modules
+from timelyfreeze.asynchronous.ranks import AsyncRanks, make_async_ranks
+from timelyfreeze.asynchronous.state import ResumableAsyncPipeline
 from timelyfreeze.asynchronous.updates import MakeOptimizer
+from timelyfreeze.distributed.messages import DisagreementError
 from timelyfreeze.errors import problem
 from timelyfreeze.freeze import FreezeConfig
-from timelyfreeze.planner import Plan
 from timelyfreeze.runtime.arguments import check_arguments, default_devices, fit_devices
 from timelyfreeze.runtime.assembly import StageAssembly
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.microbatch import Microbatch, split_batch
 from timelyfreeze.runtime.partition import known_split_points
+from timelyfreeze.runtime.ranks import Closing, Opening, Ranks, ThreadRanks
 from timelyfreeze.runtime.results import join_losses, step_loss
-from timelyfreeze.runtime.sources import StageSource
-from timelyfreeze.runtime.wrapping import ModelWrapper
+from timelyfreeze.runtime.sources import StageSource, own_children, own_device
 from timelyfreeze.schedule import create_schedule
 
 
@@ -48,7 +49,7 @@ class AsyncResult:
     loss: torch.Tensor
 
 
-class AsyncPipeline(ModelWrapper):
+class AsyncPipeline(ResumableAsyncPipeline):
     """Trains a model split over pipeline stages without ever waiting for the pipeline to empty (PACI).
 
     Each stage updates its own weights after every ``accumulation`` backwards, whatever the others do, while
@@ -60,8 +61,11 @@ class AsyncPipeline(ModelWrapper):
     matters are refused by name. Regions under ``torch.utils.checkpoint`` are recomputed with the newer weights.
 
     Args:
-        model, num_stages, num_microbatches, devices, split_points, stages, accelerate: as ``FreezingPipeline`` takes
-            them. No parameter may be in two stages.
+        model, num_stages, num_microbatches, devices, split_points, stages, init_fn, accelerate: as
+            ``FreezingPipeline`` takes them. No parameter may be in two stages.
+        process_group: a group of ``torch.distributed``, each of whose processes has one stage and its optimizer. Every
+            rank makes the same calls with batches of the same sizes; the input is looked at on the first, the target on
+            the last. Losses come to all with the gradients, so that they are waited for by none.
         accumulation: backwards of a stage between two of its updates; an update is the mean over their samples.
         optimizer: makes a stage's optimizer from its trainable parameters.
         lr_scheduler: makes its scheduler from it, if wanted; stepped after each batch's last backward in the stage.
@@ -112,6 +116,8 @@ class AsyncPipeline(ModelWrapper):
         devices: Sequence[torch.device | str] | None = None,
         split_points: Sequence[int] | None = None,
         stages: Sequence[Callable[[], nn.Module]] | None = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
+        process_group: Any = None,
         schedule: str = "paci",
         memory: str = "keep",
         seed: int = 0,
@@ -123,48 +129,65 @@ class AsyncPipeline(ModelWrapper):
         accelerate: bool = True,
     ) -> None:
         super().__init__()
-        source = StageSource(model, stages)
-        rank_devices = default_devices(devices)
-        if num_stages is None:
-            num_stages = source.num_children if source.gives_stages else max(2, len(rank_devices))
-        check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, None)
-        check_async_arguments(optimizer, accumulation, schedule, memory, max_skipped, max_grad_norm, grad_scaler)
-        self.num_stages = num_stages
-        self.num_microbatches = num_microbatches
-        self._loss_fn = loss_fn
-        self._options = AsyncOptions(
-            accumulation=accumulation,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            stashes=schedule == "pipedream",
-            recomputes=memory == "recompute",
-            seed=seed,
-            timeout_s=timeout_s,
-            check_finite=check_finite,
-            max_skipped=max_skipped,
-            max_grad_norm=max_grad_norm,
-            grad_scaler=grad_scaler,
-        )
-        self._schedule_name = schedule
-        self._closed = False
-        self._num_batches = 0
-        self._pending: deque[list[Microbatch]] = deque()  # handed over, and their result not yet given out
-        self._async: AsyncEngine | None = None
-        self.model, parts = source.everything()
-        self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
-        flushed = create_schedule("1f1b", num_ranks=num_stages, num_microbatches=num_microbatches)
-        names = [name for name, _ in self.named_parameters()]
-        self._freezing = None if freeze is None else StreamFreezing(freeze, flushed, seed, names, accumulation)
-        self._assembly = StageAssembly(
-            None if stages is not None else self.model,
-            parts,
-            schedule=flushed,
-            devices=fit_devices(rank_devices, num_stages, explicit=devices is not None),
-            loss_fn=loss_fn,
-            split_points=known_split_points(split_points, source.num_children, num_stages, source.gives_stages),
-            acceleration=self._acceleration,
-            on_engine=self._begin,
-        )
+        ranks = make_async_ranks(process_group, timeout_s)
+        self._ranks: Ranks = ThreadRanks() if ranks is None else ranks
+        with self._ranks.making():
+            source = StageSource(model, stages, init_fn)
+            rank_devices = default_devices(devices) if ranks is None else own_device(devices)
+            if num_stages is None:
+                num_ranks = max(2, len(rank_devices)) if ranks is None else ranks.num_ranks
+                num_stages = source.num_children if source.gives_stages else num_ranks
+            check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, None)
+            check_async_arguments(optimizer, accumulation, schedule, memory, max_skipped, max_grad_norm, grad_scaler)
+            if ranks is not None:
+                refuse_in_processes(freeze=freeze, grad_scaler=grad_scaler)
+            self.num_stages = num_stages
+            self.num_microbatches = num_microbatches
+            self._loss_fn = loss_fn
+            self._options = AsyncOptions(
+                accumulation=accumulation,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                stashes=schedule == "pipedream",
+                recomputes=memory == "recompute",
+                seed=seed,
+                timeout_s=timeout_s,
+                check_finite=check_finite,
+                max_skipped=max_skipped,
+                max_grad_norm=max_grad_norm,
+                grad_scaler=grad_scaler,
+            )
+            self._schedule_name = schedule
+            self._closed = False
+            self._num_batches = 0
+            self._pending: deque[list[Microbatch]] = deque()  # handed over, and their result not yet given out
+            self._async: AsyncEngine | None = None
+            order = create_schedule("1f1b", num_ranks=num_stages, num_microbatches=num_microbatches)
+            fitted = fit_devices(rank_devices, num_stages, explicit=ranks is None and devices is not None)
+            points = known_split_points(split_points, source.num_children, num_stages, source.gives_stages)
+            if ranks is None:
+                self.model, parts = source.everything()
+            else:
+                points = points or source.points_by_size(num_stages, order.stage_to_rank)
+                own = ranks.join(order, points, seed, fitted[0])
+                self.model, parts = source.part(own_children(points, source.num_children, own))
+            self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
+            names = [name for name, _ in self.named_parameters()]
+            self._freezing = None if freeze is None else StreamFreezing(freeze, order, seed, names, accumulation)
+            self._assembly = StageAssembly(
+                None if ranks is not None or stages is not None else self.model,
+                parts,
+                schedule=order,
+                devices=fitted,
+                loss_fn=loss_fn,
+                split_points=points,
+                acceleration=self._acceleration,
+                on_engine=self._begin,
+                own_rank=self._ranks.own_rank,
+            )
+            if ranks is not None:
+                same = [num_microbatches, accumulation, schedule, memory, check_finite, max_grad_norm]
+                ranks.tie_none(source.tied_names(), self.model, same)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -185,10 +208,9 @@ class AsyncPipeline(ModelWrapper):
             StageError: user code failed. Micro-batches in flight are lost; weights stay as the last updates left them.
             ValueError, TypeError: wrong arguments.
         """
-        lag = max(1, -(-self.num_stages // self.num_microbatches))
         for batch in batches:
-            self._push(slices_of(batch, self.num_microbatches))
-            while len(self._pending) > lag:
+            self._push(batch)
+            while len(self._pending) > self._lag:
                 yield self._take()
         while self._pending:
             yield self._take()
@@ -207,7 +229,7 @@ class AsyncPipeline(ModelWrapper):
         """
         results = [self._take() for _ in range(len(self._pending))]
         if self._async is not None and self._async.is_open:
-            with self._losing_on_failure():
+            with self._calling():
                 self._async.drain()
             self._note_times()
             self._async.forget()
@@ -222,18 +244,27 @@ class AsyncPipeline(ModelWrapper):
         """
         self._check_open()
         if self._async is not None:
-            with self._losing_on_failure():
+            with self._calling():
                 self._async.settle()
 
-    def _push(self, slices: list[Microbatch]) -> None:
+    @property
+    def _lag(self) -> int:
+        """So many batches are handed over before a result is given out: then its losses have come to all ranks."""
+        return max(1, -(-self.num_stages // self.num_microbatches))
+
+    def _push(self, batch: Any) -> None:
         self._check_open()
-        if not torch.is_grad_enabled():
-            raise ValueError(problem("run()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
-        if self._async is None or not self._async.is_open:
-            self._ready(slices)
-        assert self._async is not None
-        self._hand_over(slices, self._async)
-        self._pending.append(slices)
+        with self._calling(loses=False):
+            slices = slices_of(batch, self.num_microbatches)
+            if not torch.is_grad_enabled():
+                raise ValueError(problem("run()", expected="grad mode", got="no_grad", hint="Use pipe.evaluate(...)."))
+            if self._async is None or not self._async.is_open:
+                self._ready(slices)
+                if isinstance(self._ranks, AsyncRanks):
+                    self._num_batches = self._ranks.open_stream(self._num_batches)
+            assert self._async is not None
+            self._hand_over(slices, self._async)
+            self._pending.append(slices)
 
     def _hand_over(self, slices: list[Microbatch], engine: AsyncEngine) -> None:
         freezing = self._freezing
@@ -242,7 +273,7 @@ class AsyncPipeline(ModelWrapper):
             return
         masks = freezing.begin_batch(engine.runtime.num_microbatches, len(slices))
         tensors = freezing.as_tensors(masks, len(engine.engine.loss_parameters))
-        with self._losing_on_failure(), freezing.profiling(self.model, self._acceleration) as is_profiled:
+        with self._calling(), freezing.profiling(self.model, self._acceleration) as is_profiled:
             engine.push(slices, tensors)
             if is_profiled:
                 engine.settle()
@@ -250,15 +281,23 @@ class AsyncPipeline(ModelWrapper):
     def _take(self) -> AsyncResult:
         assert self._async is not None
         slices = self._pending[0]
-        with self._losing_on_failure():
-            losses = self._async.take_losses(len(slices))
+        with self._calling():
+            if len(self._pending) > self._lag or not isinstance(self._ranks, AsyncRanks):
+                loss = self._join(slices, self._async.take_losses(len(slices)))
+            else:  # of the last batches the gradients are yet to come, and the losses with them
+                own = self._join(slices, self._async.take_losses(len(slices))) if self._async.has_loss else None
+                if own is None:
+                    self._async.skip_losses(len(slices))
+                loss = self._ranks.share_loss(own)
         self._note_times()
         self._pending.popleft()
+        self._num_batches += 1
+        return AsyncResult(self._num_batches - 1, loss)
+
+    def _join(self, slices: list[Microbatch], losses: list[tuple[torch.Tensor, Any]]) -> torch.Tensor:
         num_samples = sum(one.num_samples for one in slices)
         shares = [one.num_samples / num_samples for one in slices]
-        loss = join_losses([loss for loss, _ in losses], [count for _, count in losses], shares)
-        self._num_batches += 1
-        return AsyncResult(self._num_batches - 1, loss.mean)
+        return join_losses([loss for loss, _ in losses], [count for _, count in losses], shares).mean
 
     def _note_times(self) -> None:
         if self._freezing is not None and self._async is not None:
@@ -271,17 +310,18 @@ class AsyncPipeline(ModelWrapper):
 
         Settles the stages first (see ``settle``): by the weights that all batches so far have led to.
         """
-        slices = split_batch(args, kwargs, target, self.num_microbatches)
-        self.settle()
         training = [module for module in self.modules() if module.training]
+        self.settle()
         self.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._calling(loses=False):
+                slices = split_batch(args, kwargs, target, self.num_microbatches)
                 engine = self._assembly.ready_engine(slices)
-                num_samples = sum(one.num_samples for one in slices)
+                # On all ranks together: from here on no stage updates its weights.
+                opened = self._ranks.open(Opening("evaluate", self._num_batches, [one.num_samples for one in slices]))
                 done = engine.run(
                     slices,
-                    [one.num_samples / num_samples for one in slices],
+                    opened.shares,
                     train=False,
                     step=self._num_batches,
                     seed=self._options.seed,
@@ -289,81 +329,21 @@ class AsyncPipeline(ModelWrapper):
                     has_target=True,
                     check_finite=False,
                 )
-                return step_loss(done).mean
+                own = step_loss(done) if engine.has_loss else None
+                loss = self._ranks.close(Closing(times=done.times, loss=own)).loss
+                assert loss is not None
+                return loss.mean
         finally:
             self._assembly.restore()
             for module in training:
                 module.training = True
 
-    # --- state ------------------------------------------------------------------------------------------------
-
-    @property
-    def ledger(self) -> DriftLedger:
-        """How many updates fell between forward and backward, by stage; grows while the stages run."""
-        return empty_ledger(self.num_stages, self._options.accumulation) if self._async is None else self._async.ledger
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer | None]:
-        """Each stage's own, None where nothing trains; empty before the stages are known. Touch them when drained."""
-        return [] if self._async is None else self._async.optimizers
-
-    @property
-    def plan(self) -> Plan | None:
-        """What is frozen now, or being ramped up to; None: nothing yet."""
-        return None if self._freezing is None else self._freezing.plan
-
-    def report(self) -> dict[str, Any]:
-        """The drift of every stage and what was skipped so far, as plain data; with ``freeze``, under "freezing", the
-        plan, the periods predicted and measured, and the freeze ratios of every stage."""
-        ledger = self.ledger
-        loss_scale = None if self._async is None else self._async.loss_scale
-        return {
-            "batches": self._num_batches,
-            "schedule": self._schedule_name,
-            "accumulation": self._options.accumulation,
-            "split_points": self._assembly.split_points,
-            "max_drift": ledger.max_drift,
-            "drift_bounds": [stage.bound for stage in ledger.stages],
-            "drift_microbatches": [dict(stage.microbatches) for stage in ledger.stages],
-            "updates": [stage.num_updates for stage in ledger.stages],
-            "skipped_updates": [stage.num_skipped for stage in ledger.stages],
-            "weight_copies": ledger.num_weight_copies,
-            "loss_scale": None if loss_scale is None else loss_scale.scale,
-            "freezing": None if self._freezing is None else self._freezing.report(),
-        }
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own ``state_dict``, drained first."""
-        self.drain()
-        return super().state_dict(*args, **kwargs)
-
-    def training_state_dict(self) -> dict[str, Any]:
-        """Optimizers, schedulers and where training stands, drained first: with it and the model's state, a resumed run
-        goes on exactly as this one does."""
-        self.drain()
-        engine = self._async
-        return {
-            "batches": self._num_batches,
-            "split_points": self._assembly.split_points,
-            "stages": None if engine is None else engine.state_dict(),
-            "freezing": None if self._freezing is None else self._freezing.controller.state_dict(),
-        }
-
-    def load_training_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``training_state_dict`` was taken; the stages must be split alike."""
-        self.drain()
-        if self._freezing is not None and state["freezing"] is not None:
-            self._freezing.controller.load_state_dict(state["freezing"])
-        self._num_batches = int(state["batches"])
-        if state["split_points"] is None:
-            return
-        self._assembly.set_split_points(self._assembly.check_split_points(state["split_points"]))
-        assert self._async is not None
-        self._async.load_state_dict(state["stages"])
+    # --- the end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let the workers go, and with them what is in flight. Calling it twice is harmless."""
         self._closed = True
+        self._ranks.shut()
         if self._async is not None:
             self._async.close()
         self._assembly.close()
@@ -394,8 +374,11 @@ class AsyncPipeline(ModelWrapper):
             )
         if self._async is not None:
             self._async.close()
+        self._ranks.connect(engine)
         self._async = AsyncEngine(engine, self._loss_fn, self._options)
         self._async.runtime.timed = self._freezing is not None
+        if isinstance(self._ranks, AsyncRanks):
+            self._ranks.attach(self._async)
 
     def _ready(self, slices: list[Microbatch]) -> None:
         """Before the first micro-batch of a stream: the stages as they are now."""
@@ -416,12 +399,19 @@ class AsyncPipeline(ModelWrapper):
             raise ValueError(problem("the pipeline is closed", hint="Create a new AsyncPipeline."))
 
     @contextmanager
-    def _losing_on_failure(self) -> Iterator[None]:
-        """Around a wait: where it fails, what is in flight is lost, and its results with it."""
+    def _calling(self, *, loses: bool = True) -> Iterator[None]:
+        """Around a call: if it fails on one rank, it fails on all of them, and what is in flight is lost; also where
+        ranks are threads, unless ``loses`` is False."""
         try:
-            yield
+            with self._ranks.call(self._num_batches):
+                yield
+        except DisagreementError:
+            raise  # on all ranks alike: nothing has happened
         except BaseException:
-            self._pending.clear()
-            if self._freezing is not None:
-                self._freezing.abort()
+            if loses or self._ranks.own_rank is not None:
+                self._pending.clear()
+                if self._freezing is not None:
+                    self._freezing.abort()
+            if self._ranks.own_rank is not None and self._async is not None:
+                self._async.abandon()
             raise

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from timelyfreeze.asynchronous.norms import DelayedNorm
+from timelyfreeze.asynchronous.norms import DelayedNorm, RemoteNorm
 from timelyfreeze.asynchronous.scaling import DelayedLossScale
 from timelyfreeze.errors import problem
 
@@ -113,7 +113,7 @@ class Clip:
     """Scales a stage's gradients so that the whole model's norm, as it was ``norms.lag`` updates ago, is at most
     ``max_norm``."""
 
-    def __init__(self, norms: DelayedNorm, stage: int, max_norm: float) -> None:
+    def __init__(self, norms: DelayedNorm | RemoteNorm, stage: int, max_norm: float) -> None:
         self._norms = norms
         self._stage = stage
         self._max_norm = max_norm

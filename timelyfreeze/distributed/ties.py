@@ -92,6 +92,11 @@ class RemoteTies:
                 self._ties.append(_Tie(ordered, ranks[0], ranks[1:], None if first is None else own[first]))
         self._make_equal()
 
+    @property
+    def names(self) -> list[list[str]]:
+        """Of the parameters that are on several ranks."""
+        return [tie.names for tie in self._ties]
+
     def is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter counts on another rank."""
         return any(tie.parameter is parameter and tie.owner != self._place.rank for tie in self._ties)

@@ -1,0 +1,109 @@
+"""An asynchronous pipeline over processes: the same bits as in one, and no rank left waiting."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests import async_ranks
+from tests.forked_ranks import launch, results, shown
+
+
+def cases_of(ranks):
+    """Every schedule and memory with every accumulation; the rest in turn."""
+    every = itertools.product(("paci", "pipedream"), ("keep", "recompute"), (1, 2, 4))
+    return [
+        {
+            "ranks": ranks,
+            "schedule": schedule,
+            "memory": memory,
+            "accumulation": accumulation,
+            "microbatches": (4, 3, 1)[index % 3] if accumulation < 4 else 4,
+            "counts": index % 2 == 1,
+            "max_grad_norm": (None, 0.05)[index // 2 % 2],
+        }
+        for index, (schedule, memory, accumulation) in enumerate(every)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_processes_give_the_bits_of_threads(ranks):
+    cases = cases_of(ranks)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = [async_ranks.train(case, None) for case in cases]
+    finally:
+        torch.set_num_threads(threads)
+    every = results(launch(ranks, async_ranks.run_cases, cases))
+    for index, (case, reference) in enumerate(zip(cases, expected, strict=True)):
+        state = {}
+        for rank, found in enumerate(one[index] for one in every):
+            for key in ("losses", "evaluated"):
+                assert found[key] == reference[key], (rank, case)
+            assert not set(found["state"]) & set(state)
+            state |= found["state"]
+        assert state == reference["state"], case
+        assert all(math.isfinite(float.fromhex(loss)) for _, loss in reference["losses"])
+        assert reference["report"]["max_drift"] == math.ceil((ranks - 1) / case["accumulation"])
+
+
+def check_error(fault, target, rank, found):
+    place = (fault, target, rank, found)
+    if fault == "KeyboardInterrupt":
+        assert found["type"] == ("KeyboardInterrupt" if rank == target else "TransportError"), place
+        assert rank == target or (found["rank"] == target and "was stopped" in found["text"]), place
+        return
+    if fault == "no batch":
+        assert found["type"] == ("TypeError" if rank == target else "StageError"), place
+        assert "a batch: expected (input, ..., target)" in found["text"], place
+        return
+    if fault in ("another batch", "fewer micro-batches"):
+        assert found["type"] in ("RuntimeError", "StageError"), place
+        assert "the batches differ" in found["text"], place
+        return
+    assert (found["type"], found["rank"]) == ("StageError", target), place
+    name = "MemoryError" if fault == "MemoryError" else "BoomError"
+    assert f"{name}: " in found["text"], place
+    kind = {"raise in B": "B", "optimizer": "U"}.get(fault, "F")
+    assert found["action"].lstrip("0123456789")[0] == kind, place
+    assert found["cause"].startswith(name if rank == target else "RemoteTracebackError"), place
+    assert "boom" in found["cause"] or name == "MemoryError", place
+
+
+def test_every_rank_gets_the_error_and_can_run_again():
+    faults = [(name, 2 if name == "loss_fn" else number % 3) for number, name in enumerate(async_ranks.FAULTS)]
+    answers = results(launch(3, async_ranks.recover, faults))
+    for number, (fault, target) in enumerate(faults):
+        for rank, answer in enumerate(answers):
+            check_error(fault, target, rank, answer["errors"][number])
+    for answer in answers:
+        assert answer["runs"] == answers[0]["runs"]
+        assert all(len(run) == 3 and all(math.isfinite(loss) for _, loss in run) for run in answer["runs"])
+        assert answer["report"] == answers[0]["report"]
+    assert answers[0]["report"]["max_drift"] == 1
+
+
+@pytest.mark.parametrize(("how", "victim"), [("killed", 1), ("stopped", 0), ("hangs", 2)])
+def test_a_rank_that_is_lost_is_named_on_all_others(how, victim):
+    ended = launch(3, async_ranks.lose_a_rank, how, victim, gone=(victim,) if how == "stopped" else (), timeout_s=60)
+    for rank, one in enumerate(ended):
+        if rank == victim and how != "hangs":
+            continue
+        assert (one.notes[-1]["type"], one.notes[-1]["rank"]) == ("TransportError", victim), shown(ended)
+        assert one.exitcode == 3, shown(ended)
+
+
+def test_pipelines_that_do_not_fit_are_refused_on_all_ranks():
+    for answer in results(launch(3, async_ranks.disagree)):
+        differ, count, tied, good = answer
+        assert differ["type"] == tied["type"] == "DisagreementError"
+        assert "the same accumulation" in differ["text"]
+        assert count["type"] == "ValueError"
+        assert "expected 3, one a process" in count["text"]
+        assert "parameters in two stages" in tied["text"]
+        assert "0.linear.weight" in tied["text"]
+        assert len(good["runs"]) == 2
