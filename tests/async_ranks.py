@@ -24,6 +24,7 @@ from tests.faulty_ranks import (
 from tests.forked_ranks import note
 from tests.parity_ranks import WIDTH, digest, make_stages
 from timelyfreeze import AsyncPipeline
+from timelyfreeze.distributed import load_checkpoint, save_checkpoint
 
 
 def sum_and_count(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -238,3 +239,48 @@ def disagree(rank: int, num_ranks: int) -> list[dict[str, Any]]:
     with make_fragile(num_ranks) as pipe:
         found.append({"runs": stream(pipe, 2)})
     return found
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def save(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """Two batches, a checkpoint, two more; and what comes of those where another pipeline begins at the checkpoint."""
+    found = {}
+    for name in ("kept on", "resumed"):
+        with make_dividable(num_ranks, dist.group.WORLD) as pipe:
+            if name == "kept on":
+                for _ in pipe.run([batch(0), batch(1)]):
+                    pass
+                save_checkpoint(folder, pipe, pipe.optimizers[rank])
+            else:
+                load_checkpoint(folder, pipe, pipe.optimizers[rank], freeze_state="load")
+            results = [[one.index, float(one.loss).hex()] for one in pipe.run([batch(2), batch(3)])]
+            weights = {name: digest(value) for name, value in pipe.state_dict().items()}
+            found[name] = {"results": results, "weights": weights}
+    return found
+
+
+def load(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
+    """The weights alone, on another number of ranks."""
+    with make_dividable(num_ranks, dist.group.WORLD) as pipe:
+        load_checkpoint(folder, pipe)
+        assert pipe.report()["batches"] == 2
+        return {name: digest(value) for name, value in pipe.state_dict().items()}
+
+
+def make_dividable(num_stages: int, group: Any) -> AsyncPipeline:
+    """Four layers, however many stages; clipped, with a schedule and dropout, so that all of that has to come back."""
+    torch.manual_seed(1)
+    return AsyncPipeline(
+        nn.Sequential(*[Fragile() for _ in range(4)]),
+        num_stages,
+        NUM_MICROBATCHES,
+        loss_fn=F.mse_loss,
+        optimizer=adamw,
+        lr_scheduler=warm_up,
+        max_grad_norm=0.01,
+        split_points=[1, 2, 3][: num_stages - 1],
+        process_group=group,
+        accelerate=False,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from tests import async_ranks
+from tests.faulty_ranks import batch
 from tests.forked_ranks import launch, results, shown
+from tests.parity_ranks import digest
+from timelyfreeze.distributed import export_state_dict
 
 
 def cases_of(ranks):
@@ -107,3 +111,36 @@ def test_pipelines_that_do_not_fit_are_refused_on_all_ranks():
         assert "parameters in two stages" in tied["text"]
         assert "0.linear.weight" in tied["text"]
         assert len(good["runs"]) == 2
+
+
+def resumed_in_one_process():
+    """What two batches after the checkpoint give where all stages are threads, and the weights at the checkpoint."""
+    with async_ranks.make_dividable(3, None) as pipe:
+        list(pipe.run([batch(0), batch(1)]))
+        state = copy.deepcopy(pipe.state_dict())
+        training = copy.deepcopy(pipe.training_state_dict())
+    with async_ranks.make_dividable(3, None) as pipe:
+        pipe.load_state_dict(state)
+        pipe.load_training_state_dict(training)
+        found = [[one.index, float(one.loss).hex()] for one in pipe.run([batch(2), batch(3)])]
+        return found, state, {name: digest(value) for name, value in pipe.state_dict().items()}
+
+
+def test_a_checkpoint_goes_on_exactly_and_its_weights_on_any_number_of_ranks(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected, state, weights = resumed_in_one_process()
+    finally:
+        torch.set_num_threads(threads)
+    own = {}
+    for answer in results(launch(3, async_ranks.save, str(tmp_path))):
+        assert answer["kept on"] == answer["resumed"]
+        assert answer["kept on"]["results"] == expected
+        own |= answer["kept on"]["weights"]
+    assert own == weights
+    loaded = {}
+    for answer in results(launch(2, async_ranks.load, str(tmp_path))):
+        loaded |= answer
+    assert loaded == {name: digest(value) for name, value in state.items()} != weights
+    assert all(torch.equal(value, state[name]) for name, value in export_state_dict(tmp_path).items())
