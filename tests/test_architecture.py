@@ -33,8 +33,7 @@ MAY_IMPORT = {
     "runtime": BASE | {"_C", "compiled", "ops", "schedule"},
     "freeze": BASE | {"_C", "compiled", "ops", "schedule", "cost", "planner"},
     "distributed": BASE | {"_C", "schedule", "cost", "planner", "runtime", "freeze"},
-    "asynchronous": BASE
-    | {"_C", "acceleration", "ops", "schedule", "runtime", "distributed", "planner", "freeze"},
+    "asynchronous": BASE | {"_C", "acceleration", "ops", "schedule", "runtime", "distributed", "planner", "freeze"},
     "pipeline_state": BASE | {"schedule", "planner", "runtime", "freeze"},
     "pipeline": BASE
     | {"_C", "acceleration", "schedule", "cost", "planner", "ops", "runtime", "freeze", "distributed", "asynchronous"}

@@ -64,8 +64,9 @@ class AsyncPipeline(ResumableAsyncPipeline):
         model, num_stages, num_microbatches, devices, split_points, stages, init_fn, accelerate: as
             ``FreezingPipeline`` takes them. No parameter may be in two stages.
         process_group: a group of ``torch.distributed``, each of whose processes has one stage and its optimizer. Every
-            rank makes the same calls with batches of the same sizes; the input is looked at on the first, the target on
-            the last. Losses come to all with the gradients, so that they are waited for by none.
+            rank makes the same calls with batches of the same sizes; the input is looked at on the first alone, the
+            target on the last: others may have None in its place, but not for both. Losses come to all ranks with the
+            gradients, so nobody waits for them.
         accumulation: backwards of a stage between two of its updates; an update is the mean over their samples.
         optimizer: makes a stage's optimizer from its trainable parameters.
         lr_scheduler: makes its scheduler from it, if wanted; stepped after each batch's last backward in the stage.
