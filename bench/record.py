@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -50,9 +50,34 @@ def interleave(a: Callable[[], float], b: Callable[[], float], rounds: int, warm
     for index in range(rounds):
         for run, times in ((a, a_s), (b, b_s)) if index % 2 == 0 else ((b, b_s), (a, a_s)):
             times.append(run())
+    return compare(a_s, b_s) if rounds > 1 else Comparison(a_s[0], b_s[0], *[a_s[0] / b_s[0]] * 3, rounds)
+
+
+def interleave_all(runs: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """The seconds of several things that take turns, each round beginning with another one.
+
+    >>> interleave_all({"a": iter([9.0, 1.0, 2.0]).__next__, "b": iter([9.0, 3.0, 4.0]).__next__}, 2, warmup=1)
+    {'a': [1.0, 2.0], 'b': [3.0, 4.0]}
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for index in range(-warmup, rounds):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            taken = runs[name]()
+            if index >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
+def compare(a_s: Sequence[float], b_s: Sequence[float]) -> Comparison:
+    """Two of what ``interleave_all`` gave, at least two rounds of each.
+
+    >>> print(compare([2.0, 4.0, 3.0], [4.0, 4.0, 4.0]))
+    3000.00 ms against 4000.00 ms: 0.750 (0.500 to 1.000)
+    """
     ratios = [x / y for x, y in zip(a_s, b_s, strict=True)]
-    low, middle, high = quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-    return Comparison(median(a_s), median(b_s), middle, low, high, rounds)
+    low, middle, high = quantiles(ratios, n=4)
+    return Comparison(median(a_s), median(b_s), middle, low, high, len(ratios))
 
 
 def record(name: str, **values: object) -> None:

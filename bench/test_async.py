@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from bench.record import interleave, record
+from bench.record import compare, interleave, interleave_all, record
 from bench.workloads import Workload, mlp_stages, normal_batch
-from timelyfreeze import AsyncPipeline, FreezingPipeline
+from timelyfreeze import AsyncPipeline, FreezeConfig, FreezingPipeline
 from timelyfreeze.runtime.memory import count_saved_bytes
 
 NUM_STAGES = 2
@@ -42,9 +42,11 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
 class Flush:
     """1F1B: an optimizer step a batch, then the next batch."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, freeze: FreezeConfig | None = None) -> None:
         stages, self.batch = work.build()
-        self.pipe = FreezingPipeline(stages, num_microbatches=work.num_microbatches, loss_fn=work.loss_fn)
+        self.pipe = FreezingPipeline(
+            stages, num_microbatches=work.num_microbatches, loss_fn=work.loss_fn, freeze=freeze
+        )
         self.optimizer = adamw(list(self.pipe.parameters()))
 
     def round(self) -> float:
@@ -59,10 +61,11 @@ class Flush:
 class Stream:
     """PACI with as many updates: one a batch in every stage. Rounds are parts of one stream."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, freeze: FreezeConfig | None = None) -> None:
         stages, self.batch = work.build()
         self.pipe = AsyncPipeline(
             stages,
+            freeze=freeze,
             num_microbatches=work.num_microbatches,
             accumulation=work.num_microbatches,
             optimizer=adamw,
@@ -148,4 +151,75 @@ def test_peak_memory() -> None:
         flush_peak_bytes=peaks["flush"],
         stream_peak_bytes=peaks["stream"],
         ratio=stream / flush,
+    )
+
+
+def uneven(blocks: tuple[int, ...], num_microbatches: int) -> Workload:
+    """As ``workload``, with so many blocks in each stage and half the samples."""
+
+    def make_stages() -> list[nn.Module]:
+        return [stage for number in blocks for stage in mlp_stages(1, number, 128)]
+
+    return Workload(
+        make_stages, partial(normal_batch, num_microbatches * 256, 128), nn.functional.mse_loss, num_microbatches
+    )
+
+
+def freeze_until_steady(side: Flush | Stream) -> None:
+    """Rounds until a plan is in force."""
+    while side.pipe.plan is None or phase_of(side) != "steady":
+        side.round()
+
+
+def phase_of(side: Flush | Stream) -> str:
+    report = side.pipe.report()
+    return str(report["phase"] if isinstance(side, Flush) else report["freezing"]["phase"])
+
+
+@pytest.mark.parametrize("blocks", [(3, 6), (6, 3)])
+def test_freezing_without_a_flush(blocks: tuple[int, int]) -> None:
+    """One stage is twice as heavy: without bubbles freezing can only take from that one."""
+    work = uneven(blocks, 4)
+    freeze = FreezeConfig(max_ratio=0.5, replan_drift_ratio=None)
+    sides = {
+        "flush": Flush(work),
+        "flush_freezing": Flush(work, freeze),
+        "stream": Stream(work),
+        "stream_freezing": Stream(work, freeze),
+    }
+    frozen = sides["stream_freezing"]
+    for side in (sides["flush_freezing"], frozen):
+        freeze_until_steady(side)
+    seconds = interleave_all({name: side.round for name, side in sides.items()}, rounds=7, warmup=1)
+    flush_report, report = sides["flush_freezing"].pipe.report(), frozen.pipe.report()["freezing"]
+    for side in sides.values():
+        side.pipe.close()
+    against = {f"flush_against_{name}": compare(seconds["flush"], seconds[name]) for name in list(sides)[1:]}
+    gain = compare(seconds["stream"], seconds["stream_freezing"])
+    period_s = gain.b_s / NUM_BATCHES / work.num_microbatches
+    error_ratio = report["predicted_period_s"] / period_s - 1.0
+    print(f"\nblocks {blocks}, cap {freeze.max_ratio}:")
+    for name, comparison in against.items():
+        print(f"  {name}: {comparison}")
+    print(
+        f"  stream against frozen stream: {gain}\n  period predicted {1e3 * report['predicted_period_s']:.2f} ms, "
+        f"measured {1e3 * period_s:.2f} ms ({100 * error_ratio:+.1f} %); unfrozen predicted "
+        f"{1e3 * report['unfrozen_period_s']:.2f} ms; ratios planned {report['planned_stage_ratios']}, "
+        f"drawn {report['stage_ratios']}"
+    )
+    record(
+        "async_freezing",
+        blocks=list(blocks),
+        num_microbatches=work.num_microbatches,
+        max_ratio=freeze.max_ratio,
+        **against,
+        stream_against_stream_freezing=gain,
+        predicted_period_s=report["predicted_period_s"],
+        unfrozen_period_s=report["unfrozen_period_s"],
+        measured_period_s=period_s,
+        prediction_error_ratio=error_ratio,
+        planned_stage_s=report["planned_stage_s"],
+        planned_stage_ratios=report["planned_stage_ratios"],
+        stage_ratios=report["stage_ratios"],
+        flush_mean_freeze_ratio=flush_report["mean_freeze_ratio"],
     )
