@@ -9,7 +9,7 @@ cores.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,11 @@ from timelyfreeze import AsyncPipeline
 from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.data import Corpus, read_corpus, training_batch, validation_batch
 from timelyfreeze.cli.model import build_model, byte_loss
-from timelyfreeze.cli.trainer import Trainer, parameter_groups
+from timelyfreeze.cli.stream_trainer import RateByBatches
+from timelyfreeze.cli.trainer import CLIP_NORM, Trainer, make_optimizer
 from timelyfreeze.schedule import create_schedule
 
 WIDTH = 128
-MAX_GRAD_NORM = 1.0  # as in `timelyfreeze train`
 NUM_POINTS = 5  # validations, evenly over the steps, the last after the last step
 
 
@@ -71,13 +71,6 @@ def batches(config: TrainConfig, corpus: Corpus, first: int, last: int) -> Itera
         )
 
 
-def make_scheduler(config: TrainConfig) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR]:
-    def share(num_done: int) -> float:
-        return config.learning_rate_at(num_done + 1) / config.learning_rate
-
-    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-
-
 def make_pipe(config: TrainConfig, case: Case) -> AsyncPipeline:
     model = build_model(config.model, config.seed)
     return AsyncPipeline(
@@ -85,13 +78,11 @@ def make_pipe(config: TrainConfig, case: Case) -> AsyncPipeline:
         case.num_stages,
         case.accumulation,
         accumulation=case.accumulation,
-        optimizer=lambda parameters: torch.optim.AdamW(
-            parameter_groups(parameters, config), lr=config.learning_rate, fused=True
-        ),
-        lr_scheduler=make_scheduler(config),
+        optimizer=lambda parameters: make_optimizer(parameters, config),
+        lr_scheduler=lambda optimizer: RateByBatches(optimizer, config.learning_rate_at),
         loss_fn=byte_loss,
         schedule=case.schedule,
-        max_grad_norm=MAX_GRAD_NORM,
+        max_grad_norm=CLIP_NORM,
         split_points=[len(model) * stage // case.num_stages for stage in range(1, case.num_stages)],
         seed=config.seed,
     )

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from timelyfreeze.cli.errors import CommandError
+from timelyfreeze.cli.stream_optimizer import StreamOptimizer
 from timelyfreeze.distributed import CheckpointError, load_checkpoint, save_checkpoint
 from timelyfreeze.distributed.checkpoint_folder import SavedState, find_checkpoint
 from timelyfreeze.distributed.checkpoint_storage import SavedValues
+from timelyfreeze.distributed.checkpoint_values import CheckpointedPipeline
 from timelyfreeze.errors import PlanError, problem, raise_all
-from timelyfreeze.pipeline import FreezingPipeline
 
 _FORMAT = 3
+
+SavedOptimizer: TypeAlias = torch.optim.Optimizer | StreamOptimizer
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ class Checkpoint:
     split: list[int]
     chosen: dict[str, int]
 
-    def save(self, path: Path, pipe: FreezingPipeline, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, path: Path, pipe: CheckpointedPipeline, optimizer: SavedOptimizer) -> None:
         """Write it so that a kill at any instant leaves the old one. All ranks call it together.
 
         Raises CheckpointError on all of them if the folder cannot be written; the old checkpoint is then untouched.
         """
-        save_checkpoint(path, pipe, optimizer, extra={"format": _FORMAT, **asdict(self)}, keep_last=1)
+        save_checkpoint(
+            path, pipe, cast(torch.optim.Optimizer, optimizer), extra={"format": _FORMAT, **asdict(self)}, keep_last=1
+        )
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
@@ -66,7 +71,7 @@ class Checkpoint:
 
     @staticmethod
     def restore(
-        path: Path, pipe: FreezingPipeline, optimizer: torch.optim.Optimizer, *, with_freezing: bool = True
+        path: Path, pipe: CheckpointedPipeline, optimizer: SavedOptimizer, *, with_freezing: bool = True
     ) -> None:
         """Let pipeline and optimizer go on, after a check of every byte. All ranks call it together.
 
@@ -77,7 +82,9 @@ class Checkpoint:
             CommandError: on all ranks; it is damaged or does not fit.
         """
         try:
-            load_checkpoint(path, pipe, optimizer, freeze_state="load" if with_freezing else "skip")
+            load_checkpoint(
+                path, pipe, cast(torch.optim.Optimizer, optimizer), freeze_state="load" if with_freezing else "skip"
+            )
         except CheckpointError as error:
             raise _unusable(path, str(error)) from error
 

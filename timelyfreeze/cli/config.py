@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from timelyfreeze.cli.drains import Drains, shortest_stream
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.planner import MODES, fewer_microbatches
 from timelyfreeze.schedule import Schedule, create_schedule, default_stages_per_rank
+from timelyfreeze.schedule.asynchronous import STREAM_SCHEDULES
 from timelyfreeze.schedule.checks import is_number
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+MEMORIES = ("keep", "recompute")  # of AsyncPipeline
 DEFAULT_RANKS = 2
+FLUSHED = "1f1b"  # what a schedule without a flush is set beside
 _FROM_FILE = "a schedule from a file"
 
 StageRatios = tuple[tuple[int, float], ...]
@@ -94,6 +98,8 @@ class TrainConfig:
     microbatches: int = 8
     microbatch_size: int = 2
     schedule: str = "1f1b"
+    accumulation: int | None = None
+    memory: str = MEMORIES[0]
     data_parallel: int = 1
     steps: int = 220
     learning_rate: float = 7e-4
@@ -129,8 +135,11 @@ class TrainConfig:
             for name, low in whole
             if getattr(self, name) < low
         ]
-        if self.stages_per_rank is not None and self.stages_per_rank < 1:
-            found.append(problem("--stages-per-rank is out of range", expected="at least 1", got=self.stages_per_rank))
+        found += [
+            problem(f"{option(name)} is out of range", expected="at least 1", got=getattr(self, name))
+            for name in ("stages_per_rank", "accumulation")
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
         found += self.model.problems()
         if self.seed >= 2**64:
             found.append(problem("--seed is out of range", expected="below 2**64", got=self.seed))
@@ -141,7 +150,7 @@ class TrainConfig:
         found += self._schedule_problems()
         found += self._freezing_problems()
         found += self._conflicts()
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("mode", MODES)):
+        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("mode", MODES), ("memory", MEMORIES)):
             if getattr(self, name) not in allowed:
                 found.append(
                     problem(
@@ -223,7 +232,50 @@ class TrainConfig:
             problem(f"{one} and {other} exclude each other", hint="Leave one of them out.")
             for conflict, one, other in pairs
             if conflict
-        ]
+        ] + self._stream_problems()
+
+    def _stream_problems(self) -> list[str]:
+        """Options of schedules without a flush where there is none, and what such a schedule cannot do."""
+        if not self.is_stream:
+            given = {"accumulation": self.accumulation is not None, "memory": self.memory != MEMORIES[0]}
+            return [
+                problem(
+                    f"{option(name)} needs a schedule without a flush",
+                    expected=f"--schedule {' or '.join(STREAM_SCHEDULES)}",
+                    got=self.schedule,
+                    hint=f"Leave out {option(name)}, or name such a schedule.",
+                )
+                for name, is_given in given.items()
+                if is_given
+            ]
+        if self.tied and self.stages > 1:
+            return [unfit("tied", self.schedule, "where no two stages may share a parameter")]
+        return []
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether nothing is flushed: every stage updates its own weights while micro-batches keep coming."""
+        return self.schedule in STREAM_SCHEDULES
+
+    @property
+    def flushed_schedule(self) -> str:
+        """The schedule's name, or that of the one which a schedule without a flush is set beside."""
+        return FLUSHED if self.is_stream else self.schedule
+
+    @property
+    def num_accumulated(self) -> int:
+        """Backwards of a stage between two of its updates, without a flush: as asked, else one update a batch."""
+        return self.accumulation or self.microbatches
+
+    @property
+    def drains(self) -> Drains:
+        """After which steps a pipeline without a flush is drained."""
+        num_counted = -(-self.stages // self.microbatches) + 1  # enough to have all in flight that ever is
+        return Drains(self.steps, self.evaluation_interval, self._shortest_stream, num_counted)
+
+    @property
+    def _shortest_stream(self) -> int:
+        return shortest_stream(self.stages, self.microbatches, self.num_accumulated)
 
     @property
     def model(self) -> ModelConfig:
@@ -238,17 +290,20 @@ class TrainConfig:
     @property
     def can_be_resized(self) -> bool:
         """Whether the run may go on with another number of stages: alone, and without a plan made for this one."""
-        fixed = self.plan is not None or self.has_schedule_file or self.live_microbatches is not None
+        fixed = self.plan is not None or self.has_schedule_file or self.live_microbatches is not None or self.is_stream
         return not (fixed or self.compare or self.stage_max_ratio)
 
     @property
     def _num_chunks(self) -> int:
-        return default_stages_per_rank(self.schedule) if self.stages_per_rank is None else self.stages_per_rank
+        return default_stages_per_rank(self.flushed_schedule) if self.stages_per_rank is None else self.stages_per_rank
 
     def sized_schedule(self, num_microbatches: int) -> Schedule:
-        """The schedule of that name with so many micro-batches; ValueError where it cannot have these counts."""
+        """The schedule of that name with so many micro-batches; ValueError where it cannot have these counts.
+
+        Of a schedule without a flush, the one that it is set beside.
+        """
         return create_schedule(
-            self.schedule,
+            self.flushed_schedule,
             num_ranks=self.stages // self._num_chunks,
             num_microbatches=num_microbatches,
             stages_per_rank=self._num_chunks,
@@ -265,8 +320,8 @@ class TrainConfig:
 
     @property
     def evaluation_interval(self) -> int:
-        """Steps between validations: as asked, else a tenth of the run."""
-        return self.evaluate_every or max(1, self.steps // 10)
+        """Steps between validations: as asked, else a tenth of the run, but no streams that are mostly drained."""
+        return self.evaluate_every or max(self._shortest_stream if self.is_stream else 1, self.steps // 10)
 
     @property
     def checkpoint_interval(self) -> int:
@@ -323,6 +378,12 @@ class TrainConfig:
         ]
 
 
+def unfit(name: str, schedule: str, why: str) -> str:
+    """An option that a schedule without a flush cannot take, in the package's error form."""
+    hint = f"Leave it out, or take --schedule {FLUSHED}."
+    return problem(f"{option(name)} does not go with --schedule {schedule}, {why}", hint=hint)
+
+
 def option(name: str) -> str:
     """The option as typed: ``sequence_length`` is ``--sequence-length``."""
     return "--no-compare" if name == "compare" else "--" + name.replace("_", "-")
@@ -353,4 +414,10 @@ def _fits(value: object, name: str, default: object) -> bool:
     return is_number(value) if isinstance(default, float) else type(value) is type(default)
 
 
-_OPTIONAL = {"plan": str, "target_ms": float, "live_microbatches": int, "stages_per_rank": int}
+_OPTIONAL = {
+    "plan": str,
+    "target_ms": float,
+    "live_microbatches": int,
+    "stages_per_rank": int,
+    "accumulation": int,
+}

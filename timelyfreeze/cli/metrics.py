@@ -15,13 +15,15 @@ from timelyfreeze.cli.errors import CommandError
 from timelyfreeze.errors import problem
 from timelyfreeze.files import write_atomically
 
+_BY_STAGE = ("drift", "updates", "skipped_updates")
+
 
 @dataclass(frozen=True)
 class StepRow:
     """One step of one run; a step 0 holds what was measured before the first.
 
     Attributes:
-        run: ``plain``, ``timelyfreeze`` or ``fewer``.
+        run: ``plain``, ``timelyfreeze`` or ``fewer``; ``paci`` or ``pipedream`` where the pipeline is not flushed.
         step: steps done, this one included.
         loss: mean over the step's batch, nats a byte.
         step_time_s: the whole step: batch, pipeline, clipping, optimizer.
@@ -33,6 +35,10 @@ class StepRow:
         validation_loss: where it was measured after this step.
         predicted_s: what the plan in force says ``pipeline_time_s`` is at its full ratios.
         saved_bytes: where it was counted in this step: most bytes kept for backward at once.
+        drift: without a flush, for every stage, the most updates between forward and backward of a micro-batch.
+        updates, skipped_updates: where it was drained after this step, of every stage since it was drained before;
+            skipped ones were left out because a gradient was not finite.
+        weight_copies: likewise, how many a stage's weights were copied.
     """
 
     run: str
@@ -47,6 +53,10 @@ class StepRow:
     validation_loss: float | None = None
     predicted_s: float | None = None
     saved_bytes: int | None = None
+    drift: tuple[int, ...] | None = None
+    updates: tuple[int, ...] | None = None
+    skipped_updates: tuple[int, ...] | None = None
+    weight_copies: int | None = None
 
     @property
     def timed(self) -> bool:
@@ -58,13 +68,14 @@ class StepRow:
         """Check and read one line's object; ValueError says what is wrong with it."""
         if not isinstance(data, Mapping) or data.keys() != {f.name for f in fields(cls)}:
             raise ValueError("its fields are not a step's")
-        row = cls(**data)
+        row = cls(**{**data, **{name: _counts(data[name]) for name in _BY_STAGE}})
         for name in ("run", "phase"):
             if not isinstance(getattr(row, name), str):
                 raise ValueError(f"{name} is no text")
         if type(row.step) is not int or row.step < 0:
             raise ValueError("step is no count")
-        optional = [getattr(row, f.name) for f in fields(cls) if f.name not in ("run", "phase", "step", "elapsed_s")]
+        others = {"run", "phase", "step", "elapsed_s", *_BY_STAGE}
+        optional = [getattr(row, f.name) for f in fields(cls) if f.name not in others]
         for value in [row.elapsed_s, *(v for v in optional if v is not None)]:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ValueError(f"{value!r} is no number")
@@ -170,6 +181,14 @@ def interpolate(points: Sequence[tuple[float, float]], at: float) -> float | Non
 def validation_curve(rows: Iterable[StepRow]) -> list[tuple[float, float]]:
     """(training seconds, validation loss) wherever it was measured."""
     return [(row.elapsed_s, row.validation_loss) for row in rows if row.validation_loss is not None]
+
+
+def _counts(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(count) is int and count >= 0 for count in value):
+        raise ValueError(f"{value!r} are no counts")
+    return tuple(value)
 
 
 def as_text(data: Any) -> str:

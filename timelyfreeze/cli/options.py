@@ -7,16 +7,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from timelyfreeze.cli.config import DEFAULT_RANKS, DEVICES, DTYPES, StageRatios, TrainConfig
+from timelyfreeze.cli.config import DEFAULT_RANKS, DEVICES, DTYPES, FLUSHED, MEMORIES, StageRatios, TrainConfig
 from timelyfreeze.planner import MODES
 from timelyfreeze.schedule import schedule_names
+from timelyfreeze.schedule.asynchronous import STREAM_SCHEDULES
 
 _DESCRIPTION = """\
 Train a LLaMA-style byte-level language model, split over pipeline stages, on real text: plainly, then with TimelyFreeze
 from the same seed on the same batches, then plainly with so few micro-batches that each parameter gets as many
 gradients; and print one table of what each took and reached. With --live-microbatches K nothing is given up: plain
-steps have K micro-batches, TimelyFreeze's have more, of which every parameter sees K. Under torchrun every process is a
-rank of the pipeline; without it, ranks are threads of this process."""
+steps have K micro-batches, TimelyFreeze's have more, of which every parameter sees K. With --schedule paci nothing is
+frozen and the pipeline is never flushed: every stage updates its own weights while micro-batches keep coming; that is
+set beside 1F1B with a flush. Under torchrun every process is a rank of the pipeline; without it, ranks are threads of
+this process."""
 
 
 def add_train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -45,6 +48,8 @@ def train_options(parsed: argparse.Namespace) -> dict[str, Any]:
         typed["plan"] = str(Path(typed["plan"]).absolute())
     if typed.get("schedule", "").endswith(".csv"):
         typed["schedule"] = str(Path(typed["schedule"]).absolute())
+    elif typed.get("schedule", "").lower() in STREAM_SCHEDULES:  # in any case, as other schedules' names
+        typed["schedule"] = typed["schedule"].lower()
     return typed
 
 
@@ -85,7 +90,25 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     _add(group, "stages_per_rank", int, "stages that a rank holds (default: the schedule's own)", default=False)
     _add(group, "microbatches", int, "micro-batches of a step")
     _add(group, "microbatch_size", int, "sequences in a micro-batch")
-    _add(group, "schedule", str, f"{', '.join(schedule_names())}, or a .csv file", metavar="NAME")
+    names = ", ".join(schedule_names())
+    streams = " and ".join(STREAM_SCHEDULES)
+    _add(group, "schedule", str, f"{names}, or a .csv file; {streams} never flush the pipeline", metavar="NAME")
+    _add(
+        group,
+        "accumulation",
+        int,
+        f"with {streams}: backwards after which a stage updates its own weights. Between a micro-batch's forward and "
+        "its backward then lie at most (stages - 1) / N updates, rounded up, which is the drift (default: "
+        "--microbatches: one update a batch, as with a flush)",
+        default=False,
+    )
+    _add(
+        group,
+        "memory",
+        str,
+        f"with {streams}: keep what backward needs, or recompute it from the stages' inputs",
+        choices=MEMORIES,
+    )
     _add(group, "data_parallel", int, "under torchrun: replicas of the pipeline, each with micro-batches of its own")
     _add(group, "device", str, "auto takes all GPUs, else the CPU", choices=DEVICES)
     _add(group, "dtype", str, "bfloat16 trains under autocast", choices=DTYPES)
@@ -126,9 +149,21 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add(group, "learning_rate_warmup", int, "steps of linear warm-up")
     _add(group, "weight_decay", float, "AdamW's", metavar="X")
     _add(group, "seed", int, "of weights, batches and masks")
-    group.add_argument("--no-compare", dest="compare", action="store_false", help="run TimelyFreeze alone")
+    group.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help=f"set it beside plain runs ({' and '.join(STREAM_SCHEDULES)}: beside {FLUSHED} with a flush), or run it "
+        "alone (default: --compare)",
+    )
     group.add_argument("--compare-modes", action="store_true", help="run TimelyFreeze with the other --mode, too")
-    _add(group, "evaluate_every", int, "steps between validations (default: a tenth of the run)", default=False)
+    _add(
+        group,
+        "evaluate_every",
+        int,
+        "steps between validations (default: a tenth of the run; without a flush at least as many as make draining the "
+        "pipeline for them cost 1%%)",
+        default=False,
+    )
     _add(group, "validation_sequences", int, "held-out sequences of a validation")
 
 

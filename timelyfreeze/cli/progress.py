@@ -69,13 +69,19 @@ class _Rate:
 
 
 def describe(row: StepRow, tokens_per_s: float) -> str:
-    """Phase, loss, tokens/s and freeze ratio of a step.
+    """Phase, loss, tokens/s and freeze ratio of a step, or its largest drift and what was skipped.
 
     >>> describe(StepRow("plain", 3, loss=2.5, phase="steady", freeze_ratio=0.0), 4000.0)
     'steady        loss 2.500   4,000 tok/s   0% frozen'
+    >>> describe(StepRow("paci", 3, loss=2.5, phase="stream", drift=(1, 0), skipped_updates=(2, 2)), 4000.0)
+    'stream        loss 2.500   4,000 tok/s  drift 1  updates skipped: 4'
     """
     loss = f"{row.loss:.3f}" if row.loss is not None else "-"
-    return f"{row.phase:<13} loss {loss} {tokens_per_s:>7,.0f} tok/s {100 * (row.freeze_ratio or 0.0):3.0f}% frozen"
+    text = f"{row.phase:<13} loss {loss} {tokens_per_s:>7,.0f} tok/s "
+    if row.drift is None:
+        return text + f"{100 * (row.freeze_ratio or 0.0):3.0f}% frozen"
+    num_skipped = sum(row.skipped_updates or ())
+    return text + f" drift {max(row.drift)}" + (f"  updates skipped: {num_skipped}" if num_skipped else "")
 
 
 class LiveReporter:
@@ -115,7 +121,8 @@ class LiveReporter:
 
 
 class LineReporter:
-    """A line every few seconds, at the first and last step, and where the phase changes or a loss was validated."""
+    """A line every few seconds, at the first and last step, and where the phase changes, a loss was validated or an
+    update was skipped."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -133,6 +140,7 @@ class LineReporter:
         tokens_per_s = self._rate.add(row)
         now_s = self._clock()
         due = row.phase != self._phase or row.step == self._num_steps or row.validation_loss is not None
+        due = due or any(row.skipped_updates or ())
         if due or now_s - self._shown_s >= _LINE_INTERVAL_S:
             self._phase, self._shown_s = row.phase, now_s
             text = f"{self._run:<12}  {row.step:>{len(str(self._num_steps))}}/{self._num_steps}  "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from timelyfreeze.cli.calibrate import choose_live
-from timelyfreeze.cli.checkpoint import Checkpoint
+from timelyfreeze.cli.checkpoint import Checkpoint, SavedOptimizer
 from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.data import Corpus
 from timelyfreeze.cli.folder import RunFolder
@@ -16,9 +16,11 @@ from timelyfreeze.cli.measured import MeasuredRun, write_measured
 from timelyfreeze.cli.metrics import MetricsLog, StepRow
 from timelyfreeze.cli.progress import Reporter
 from timelyfreeze.cli.stopping import StopRequest
+from timelyfreeze.cli.stream_run import StreamRun
 from timelyfreeze.cli.table import FEWER, FREEZE, PLAIN
-from timelyfreeze.cli.trainer import Trainer
+from timelyfreeze.cli.trainer import Trainer, split_by_size
 from timelyfreeze.cli.world import World
+from timelyfreeze.distributed.checkpoint_values import CheckpointedPipeline
 from timelyfreeze.freeze import FreezeConfig
 from timelyfreeze.planner import Plan
 from timelyfreeze.runtime.engine import StepTimes
@@ -30,11 +32,15 @@ _STEADY = "steady"
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run of a job: its name, its schedule, and how its plan is made; None: nothing is frozen."""
+    """One run of a job: its name, its schedule, and how its plan is made; None: nothing is frozen.
+
+    Of a run without a flush, ``schedule`` is the one that it is set beside.
+    """
 
     name: str
     schedule: Schedule
     mode: str | None = None
+    is_stream: bool = False
 
 
 @dataclass
@@ -78,6 +84,9 @@ class Job:
     def specs(self) -> list[RunSpec]:
         """The runs in order; a schedule from a file has no sibling with fewer micro-batches."""
         config = self.config
+        if config.is_stream:
+            stream = RunSpec(config.schedule, self.schedule, is_stream=True)
+            return [RunSpec(PLAIN, self.schedule), stream] if config.compare else [stream]
         specs = [RunSpec(FREEZE if mode == config.mode else mode, self._schedule(mode), mode) for mode in self.modes]
         if not config.compare:
             return specs
@@ -109,6 +118,22 @@ class Job:
             plan=self.fixed_plan,
         )
 
+    def save(self, pipe: CheckpointedPipeline, optimizer: SavedOptimizer, elapsed_s: float) -> None:
+        """Write down where the job stands after a whole step of its last run: metrics first, then the checkpoint."""
+        if self.folder is not None:
+            self.log.sync()
+            write_measured(self.folder.measured, self.measured.values())
+        if self.checkpoints is None:
+            return
+        Checkpoint(
+            config=self.config.to_json(),
+            corpus=self.corpus.fingerprint,
+            done=list(self.done),
+            elapsed_s=elapsed_s,
+            split=list(self.split or []),
+            chosen=dict(self.chosen),
+        ).save(self.checkpoints, pipe, optimizer)
+
 
 def run_all(job: Job, checkpoint: Checkpoint | None, *, with_freezing: bool = True) -> None:
     """Run what is not done yet, going on from ``checkpoint``, with its freezing state or without.
@@ -121,11 +146,17 @@ def run_all(job: Job, checkpoint: Checkpoint | None, *, with_freezing: bool = Tr
         job.chosen, job.split = choose_live(
             job.config, job.corpus, job.schedule, job.modes, reporter=job.reporter, stop=job.stop, world=job.world
         )
+    if job.config.is_stream and job.split is None:
+        # Which updates a parameter misses depends on its stage, so by size rather than by a clock: runs repeat.
+        job.split = split_by_size(job.config, job.schedule)
     finished = {run for run, num_steps in job.done if num_steps == job.config.steps}
     for spec in job.specs:
         if spec.name not in finished:
-            going_on = checkpoint is not None and checkpoint.done[-1][0] == spec.name
-            TrainingRun(job, spec).train(checkpoint if going_on else None, with_freezing=with_freezing)
+            own = checkpoint if checkpoint is not None and checkpoint.done[-1][0] == spec.name else None
+            if spec.is_stream:
+                StreamRun(job, spec.name).train(own)
+            else:
+                TrainingRun(job, spec).train(own, with_freezing=with_freezing)
 
 
 class _TimedStep(NamedTuple):
@@ -253,19 +284,6 @@ class TrainingRun:
             )
 
     def _save(self) -> None:
-        job, pipe = self.job, self.trainer.pipe
         self._tell_failure()
         self._keep_measured()
-        if job.folder is not None:
-            job.log.sync()
-            write_measured(job.folder.measured, job.measured.values())
-        if job.checkpoints is None:
-            return
-        Checkpoint(
-            config=self.config.to_json(),
-            corpus=job.corpus.fingerprint,
-            done=list(job.done),
-            elapsed_s=self.elapsed_s,
-            split=list(job.split or []),
-            chosen=dict(job.chosen),
-        ).save(job.checkpoints, pipe, self.trainer.optimizer)
+        self.job.save(self.trainer.pipe, self.trainer.optimizer, self.elapsed_s)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from timelyfreeze.cli.checkpoint import Checkpoint
-from timelyfreeze.cli.config import DEFAULT_RANKS, RESIZED, TrainConfig, option, shown
+from timelyfreeze.cli.config import DEFAULT_RANKS, FLUSHED, RESIZED, TrainConfig, option, shown, unfit
 from timelyfreeze.cli.data import Corpus, read_corpus
 from timelyfreeze.cli.errors import CommandError, user_errors
 from timelyfreeze.cli.folder import RunFolder
@@ -20,11 +20,21 @@ from timelyfreeze.cli.measured import MeasuredRun, read_measured
 from timelyfreeze.cli.metrics import StepRow, read_rows
 from timelyfreeze.cli.plan_options import option_errors
 from timelyfreeze.distributed import latest_checkpoint
-from timelyfreeze.errors import problem
+from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.freeze.config import check_fits
 from timelyfreeze.planner import Plan
 from timelyfreeze.runtime.arguments import stages_for_ranks
-from timelyfreeze.schedule import Schedule
+from timelyfreeze.schedule import Schedule, default_stages_per_rank, schedule_names
+from timelyfreeze.schedule.asynchronous import STREAM_SCHEDULES
+
+_FREEZING = "where nothing is frozen"
+# What a schedule without a flush cannot be given, and why.
+_NO_STREAM = {
+    **dict.fromkeys(("mode", "max_ratio", "stage_max_ratio", "min_live_ratio", "target_ms"), _FREEZING),
+    **dict.fromkeys(("live_microbatches", "plan", "compare_modes"), _FREEZING),
+    "stages_per_rank": "where every stage has a rank of its own",
+    "data_parallel": "which has no replicas",
+}
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,15 @@ def take_up(folder: RunFolder, typed: Mapping[str, Any], out: str | None, held: 
 
 def check_world(config: TrainConfig, schedule: Schedule, launch: Launch) -> None:
     """CommandError unless there is a process for every rank of every replica, or one for them all."""
+    if config.is_stream and launch.size > 1:
+        raise CommandError(
+            problem(
+                f"--schedule {config.schedule} under torchrun",
+                expected="one process, whose threads are the stages",
+                got=f"{launch.size} processes",
+                hint=f"Start timelyfreeze without torchrun, or take --schedule {FLUSHED}.",
+            )
+        )
     needed = schedule.num_ranks * config.data_parallel
     if launch.size == needed or (launch.size == 1 and config.data_parallel == 1):
         return
@@ -210,10 +229,14 @@ def _config_and_schedule(typed: Mapping[str, Any], launch: Launch) -> tuple[Trai
                 problem("--live-microbatches and --max-ratio exclude each other", hint="Leave one of them out.")
             )
         typed = {"microbatches": typed["live_microbatches"], **typed}
+    if path in STREAM_SCHEDULES:
+        raise_all(CommandError, [unfit(name, path, why) for name, why in _NO_STREAM.items() if name in typed])
     if not path.endswith(".csv"):
         if "stages" not in typed:
             per_rank, replicas = typed.get("stages_per_rank"), typed.get("data_parallel", 1)
-            typed = {**typed, "stages": _stages_for(path or TrainConfig.schedule, per_rank, replicas, launch)}
+            named = FLUSHED if path in STREAM_SCHEDULES else path or TrainConfig.schedule
+            _check_known(named)
+            typed = {**typed, "stages": _stages_for(named, per_rank, replicas, launch)}
         config = TrainConfig(**typed)
         return config, config.sized_schedule(config.microbatches)
     schedule = Schedule.from_csv(path)
@@ -229,6 +252,15 @@ def _config_and_schedule(typed: Mapping[str, Any], launch: Launch) -> tuple[Trai
                 )
             )
     return TrainConfig(**{**typed, **sizes}), schedule
+
+
+def _check_known(schedule: str) -> None:
+    """CommandError with all names, also those of schedules without a flush, where this is none."""
+    try:
+        default_stages_per_rank(schedule)
+    except ValueError as error:
+        names = ", ".join([*schedule_names(), *STREAM_SCHEDULES])
+        raise CommandError(problem("unknown schedule", expected=f"one of {names}", got=repr(schedule))) from error
 
 
 def _under_plan(config: TrainConfig, plan: Plan, typed: Mapping[str, Any]) -> TrainConfig:

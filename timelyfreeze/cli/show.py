@@ -17,7 +17,7 @@ from timelyfreeze.cli.output import make_console
 from timelyfreeze.cli.plan_options import unwritable
 from timelyfreeze.cli.plan_text import milliseconds, say
 from timelyfreeze.cli.run_reader import JobState, read_job
-from timelyfreeze.cli.show_text import print_job, run_name
+from timelyfreeze.cli.show_text import print_job, run_name, stream_of
 from timelyfreeze.errors import raise_all
 from timelyfreeze.viz import StepPoint, Track, View, tracks_of_plan, write_html, write_png, write_trace
 
@@ -83,7 +83,8 @@ def _measured_track(name: str, run: MeasuredRun) -> Track:
 
 def _facts(job: JobState) -> list[tuple[str, str]]:
     facts = [("folder", str(job.folder.root)), ("status", job.status)]
-    facts += [(name, str(job.options[name])) for name in ("schedule", "mode", "max_ratio") if name in job.options]
+    names = ("schedule", "mode", "max_ratio") if stream_of(job) is None else ("schedule", "accumulation", "memory")
+    facts += [(name, str(job.options[name])) for name in names if job.options.get(name) is not None]
     for run, plan in job.plans.items():
         facts.append((f"{run_name(job, run)}, planned", f"{milliseconds(plan.makespan_s)} ms"))
         facts.append((f"{run_name(job, run)}, nothing frozen", f"{milliseconds(plan.unfrozen_makespan_s)} ms"))

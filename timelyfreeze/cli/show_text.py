@@ -13,7 +13,9 @@ from timelyfreeze.cli.deviations import Deviation, Deviations, find_deviations
 from timelyfreeze.cli.metrics import StepRow
 from timelyfreeze.cli.plan_text import milliseconds, new_table, percent, print_timelines, say
 from timelyfreeze.cli.run_reader import RUNNING, STOPPED, JobState
+from timelyfreeze.cli.stream_counts import stage_counts, streaming_steps
 from timelyfreeze.cli.table import FEWER, FREEZE, PLAIN, steady_steps
+from timelyfreeze.schedule.asynchronous import STREAM_SCHEDULES
 from timelyfreeze.viz import Track
 
 _FAINT = "bright_black"
@@ -21,6 +23,13 @@ _ABSENT = "-"
 _UNDISTURBED = 0.15  # share that a step is off its plan; 0.06 at most on a quiet machine
 _NUM_RECENT = 20  # steps whose median is shown before any is steady
 _WIDE = 78  # columns from which on all numbers are shown
+# By whether the pipeline is flushed after every step.
+_WHICH_STEPS = {True: "the steady steps", False: "the steps in the middle of a stream"}
+_NOTES = {
+    True: "pipe: the pipeline alone, which plans predict.",
+    False: "drift: the most updates of a stage between a micro-batch's forward and backward. updates, skipped: of all "
+    "stages together, up to where they were drained last.",
+}
 
 
 def print_job(console: Console, job: JobState, tracks: Sequence[Track]) -> None:
@@ -33,7 +42,7 @@ def print_job(console: Console, job: JobState, tracks: Sequence[Track]) -> None:
         console.print()
         _print_runs(console, job)
         for run, rows in job.rows.items():
-            if run not in (PLAIN, FEWER):
+            if run not in (PLAIN, FEWER, *STREAM_SCHEDULES):
                 say(console, f"Phases of {run}: {phases(rows)}.")
     for run, plan in job.plans.items():
         measured = job.measured.get(run)
@@ -73,7 +82,7 @@ def phases(rows: Sequence[StepRow]) -> str:
 def run_name(job: JobState, run: str) -> str:
     """The run's name for people."""
     if run != FEWER:
-        return run if run in (PLAIN, FREEZE) else f"mode {run}"
+        return run if run in (PLAIN, FREEZE, *STREAM_SCHEDULES) else f"mode {run}"
     measured = job.measured.get(run)
     return "plain, fewer" if measured is None else f"plain, M = {measured.schedule.num_microbatches}"
 
@@ -83,17 +92,28 @@ def _what(job: JobState) -> str:
     parts = [
         str(options.get("schedule", "?")),
         f"{options.get('stages', '?')} stages × {options.get('microbatches', '?')} micro-batches",
-        f"mode {options.get('mode', '?')}",
     ]
+    if stream_of(job) is not None:
+        accumulation = options.get("accumulation") or options.get("microbatches", "?")
+        return ", ".join([*parts, f"an update of a stage after every {accumulation} backwards"])
+    parts.append(f"mode {options.get('mode', '?')}")
     live = options.get("live_microbatches")
     parts.append(f"cap {options.get('max_ratio', '?')}" if live is None else f"{live} live micro-batches")
     return ", ".join(parts)
 
 
+def stream_of(job: JobState) -> str | None:
+    """The name of the job's run without a flush, if it is to have one."""
+    name = job.options.get("schedule")
+    return name if name in STREAM_SCHEDULES else None
+
+
 def _print_runs(console: Console, job: JobState) -> None:
     is_wide = console.width >= _WIDE
-    steady = steady_steps(job.rows.get(FREEZE, []))
-    headings = ["steps", "step\nms", "speed-\nup", "pipe\nms", "planned\nms", "frozen", "loss", "valid."]
+    stream = stream_of(job)
+    steady = steady_steps(job.rows.get(FREEZE, [])) if stream is None else streaming_steps(job.rows.get(stream, []))
+    own = ["pipe\nms", "planned\nms", "frozen"] if stream is None else ["drift", "updates", "skipped"]
+    headings = ["steps", "step\nms", "speed-\nup", *own, "loss", "valid."]
     table = new_table("run", *(headings if is_wide else [*headings[:3], "loss"]))
     plain_s = _time(job.rows.get(PLAIN, []), steady, "step_time_s")
     total = job.count("steps")
@@ -103,18 +123,29 @@ def _print_runs(console: Console, job: JobState) -> None:
         cells.append(f"{plain_s / step_s:.2f}x" if plain_s and step_s else _ABSENT)
         validated = [row.validation_loss for row in rows if row.validation_loss is not None]
         frozen = [row.freeze_ratio for row in _timed(rows, steady) if row.freeze_ratio is not None]
-        if is_wide:
+        if is_wide and stream is not None:
+            cells += _stream_cells(rows)
+        elif is_wide:
             cells += [milliseconds(_time(rows, steady, "pipeline_time_s")), milliseconds(rows[-1].predicted_s)]
             cells.append(percent(fmean(frozen)) if frozen else _ABSENT)
         cells.append(_loss(rows[-1].loss))
         cells += [_loss(validated[-1] if validated else None)] if is_wide else []
         table.add_row(*cells)
     console.print(table)
-    which = "the steady steps" if steady else f"the last {_NUM_RECENT} steps of each run: none is steady yet"
+    which = _WHICH_STEPS[stream is None] if steady else f"the last {_NUM_RECENT} steps of each run: none is steady yet"
     note = f"Times: medians over {which}. loss: of the last step."
     if is_wide:
-        note += " pipe: the pipeline alone, which plans predict. valid.: on held-out text."
+        note += f" {_NOTES[stream is None]} valid.: on held-out text."
     say(console, note, style=_FAINT)
+
+
+def _stream_cells(rows: Sequence[StepRow]) -> list[str]:
+    """Largest drift, updates and skipped ones of all stages."""
+    if not any(row.drift is not None for row in rows):
+        return [_ABSENT] * 3
+    counts = stage_counts(rows, accumulation=1)
+    totals = sum(one.updates for one in counts), sum(one.skipped for one in counts)
+    return [str(max(one.drift for one in counts)), *map(str, totals)]
 
 
 def _timed(rows: Sequence[StepRow], steady: set[int]) -> list[StepRow]:

@@ -112,15 +112,15 @@ def build_table(runs: Sequence[RunSummary]) -> Table:
     table.add_column("run", no_wrap=True)
     headings = ["step\nms", "speed-\nup", "tokens\n/s", "pipe\nms", "predicted\nms"]
     headings.append(f"loss at\n{max(run.num_steps for run in runs)} st.")
-    headings += [f"loss at\n{_seconds(time)} s" for time in times]
+    headings += [f"loss at\n{seconds(time)} s" for time in times]
     headings.append("kept\nMB")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, run in zip(names, runs, strict=True):
-        cells = [_milliseconds(run.step_s), _speedup(plain, run), _number(run.tokens_per_s, 0)]
-        cells += [_milliseconds(run.pipeline_s), _prediction(run), _number(run.final_loss, 3)]
-        cells += [_number(interpolate(run.curve, time), 3) for time in times]
-        cells.append(_number(None if run.saved_bytes is None else run.saved_bytes / 1e6, 1))
+        cells = [milliseconds(run.step_s), _speedup(plain, run), number(run.tokens_per_s, 0)]
+        cells += [milliseconds(run.pipeline_s), _prediction(run), number(run.final_loss, 3)]
+        cells += [number(interpolate(run.curve, time), 3) for time in times]
+        cells.append(number(None if run.saved_bytes is None else run.saved_bytes / 1e6, 1))
         table.add_row(name, *cells)
     return table
 
@@ -147,7 +147,7 @@ def notes(runs: Sequence[RunSummary], num_steady: int) -> list[str]:
     lines.append("loss: on held-out text, nats a byte, after equal steps and after equal training time,")
     lines.append("  which leaves out validation and checkpoints and is read between two validations.")
     lines += [
-        f"  {_seconds(time)} s: {next(n for n, run in zip(names, runs, strict=True) if run.elapsed_s == time)} ended."
+        f"  {seconds(time)} s: {next(n for n, run in zip(names, runs, strict=True) if run.elapsed_s == time)} ended."
         for time in comparison_times(runs)
     ]
     lines.append("kept: the most bytes held for backward at once, in one steady step.")
@@ -201,7 +201,7 @@ def verdict(runs: Sequence[RunSummary], live_microbatches: int | None = None) ->
     else:
         said = "here freezing does not pay"
     ranks = "; ".join(f"{name} {losses[name]:.3f}" for name in ranked)
-    return f"After equal training time ({_seconds(time)} s), best loss first: {ranks}: {said}."
+    return f"After equal training time ({seconds(time)} s), best loss first: {ranks}: {said}."
 
 
 def _sooner(name: str, run: RunSummary, plain: RunSummary, live_microbatches: int) -> str:
@@ -218,13 +218,18 @@ def _sooner(name: str, run: RunSummary, plain: RunSummary, live_microbatches: in
 
 def render(runs: Sequence[RunSummary], num_steady: int, live_microbatches: int | None = None) -> str:
     """Table, verdict and notes as plain text, the table never wrapped nor cut: it is about 80 columns wide."""
-    console = Console(file=io.StringIO(), width=250, color_system=None, force_terminal=False)
-    console.print(build_table(runs))
-    assert isinstance(console.file, io.StringIO)
-    table = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    table = as_lines(build_table(runs))
     said = verdict(runs, live_microbatches) if num_steady else None
     lines = [] if said is None else [*(part for line in said.splitlines() for part in textwrap.wrap(line, 88)), ""]
     return "\n".join([*table, "", *lines, *notes(runs, num_steady)]) + "\n"
+
+
+def as_lines(table: Table) -> list[str]:
+    """The table as plain text, whatever the terminal's width."""
+    console = Console(file=io.StringIO(), width=250, color_system=None, force_terminal=False)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def _speedup(plain: RunSummary | None, run: RunSummary) -> str:
@@ -235,21 +240,24 @@ def _speedup(plain: RunSummary | None, run: RunSummary) -> str:
 
 def _prediction(run: RunSummary) -> str:
     if run.predicted_s is None or not run.pipeline_s:
-        return _milliseconds(run.predicted_s)
-    return f"{_milliseconds(run.predicted_s)} {100 * (run.predicted_s / run.pipeline_s - 1):+.1f}%"
+        return milliseconds(run.predicted_s)
+    return f"{milliseconds(run.predicted_s)} {100 * (run.predicted_s / run.pipeline_s - 1):+.1f}%"
 
 
-def _milliseconds(value: float | None) -> str:
+def milliseconds(value: float | None) -> str:
+    """A time in seconds, in milliseconds."""
     if value is None:
         return _ABSENT
     return f"{1e3 * value:.0f}" if value >= 0.1 else f"{1e3 * value:.2f}"
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """A time that a person waits."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """With so many decimals; "-" where there is none."""
     return _ABSENT if value is None else f"{value:,.{digits}f}"
 
 

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from timelyfreeze.cli.calibrate import plain_makespan_s
+from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.errors import StoppedError, TrainingError
 from timelyfreeze.cli.folder import RunFolder
 from timelyfreeze.cli.launch import Launch
@@ -20,6 +21,7 @@ from timelyfreeze.cli.runs import Job, RunSpec, run_all
 from timelyfreeze.cli.setup import Setup
 from timelyfreeze.cli.sharing import shared_setup
 from timelyfreeze.cli.stopping import StopRequest
+from timelyfreeze.cli.stream_table import render_stream
 from timelyfreeze.cli.table import render, steady_steps, summarize_run
 from timelyfreeze.cli.world import World
 from timelyfreeze.errors import StageError
@@ -64,9 +66,7 @@ def _train(setup: Setup, reporter: Reporter, world: World) -> None:
     reporter.note(setup.corpus.describe())
     log = MetricsLog(None if setup.folder is None else setup.folder.metrics, setup.rows)
     try:
-        with StopRequest(
-            lambda: reporter.note("Stopping after this step; Ctrl-C again stops at once."), is_shared=world.has_others
-        ) as stop:
+        with StopRequest(lambda: reporter.note(_stopping(setup.config)), is_shared=world.has_others) as stop:
             job = _job(setup, log, reporter, stop, world)
             _run(job, setup)
     finally:
@@ -99,10 +99,25 @@ def _run(job: Job, setup: Setup) -> None:
         at = f"after step {job.done[-1][1]} of {job.done[-1][0]}" if job.done else "before the first step"
         raise StoppedError(f"stopped {at}; {_way_on(job)}", error.signal_number) from None
     except StageError as error:
-        at = f"in step {job.done[-1][1] + 1} of {job.done[-1][0]}" if job.done else "before the first step"
+        at = _place(job)
         raise TrainingError(f"{error}\nThis was {at}; {_way_on(job)}") from error
     except TrainingError as error:
         raise TrainingError(f"{error}\n{_way_on(job)[0].upper()}{_way_on(job)[1:]}") from error
+
+
+def _stopping(config: TrainConfig) -> str:
+    when = "after this step"
+    if config.is_stream:
+        when = f"where {config.schedule} is drained next, after {config.drains.longest} batches at the most"
+    return f"Stopping {when}; Ctrl-C again stops at once."
+
+
+def _place(job: Job) -> str:
+    """Where a stage failed; without a flush stages are in different steps, and rows come later."""
+    if not job.done:
+        return "before the first step"
+    run, step = job.done[-1]
+    return f"after step {step} of {run}" if run == job.config.schedule else f"in step {step + 1} of {run}"
 
 
 def _way_on(job: Job) -> str:
@@ -119,6 +134,19 @@ def _quoted(folder: RunFolder) -> str:
 
 def _finish(job: Job, reporter: Reporter) -> None:
     """Print the table and write table.txt."""
+    if job.config.is_stream:
+        text = render_stream(job.config, {spec.name: job.log.of(spec.name) for spec in job.specs})
+    else:
+        text = _rendered(job)
+    if job.folder is not None:
+        write_atomically(job.folder.table, text)
+    reporter.note("\n" + text)
+    if job.folder is not None:
+        what = "More of" if job.config.is_stream else "Timelines of"
+        reporter.note(f"{what} these runs: timelyfreeze show {_quoted(job.folder)}")
+
+
+def _rendered(job: Job) -> str:
     frozen = [spec.name for spec in job.specs if spec.mode is not None]
     steady = set.intersection(*(steady_steps(job.log.of(name)) for name in frozen))
     tokens_per_microbatch = job.config.num_sequences(1) * job.config.sequence_length
@@ -134,12 +162,7 @@ def _finish(job: Job, reporter: Reporter) -> None:
                 predicted_s=_plain_s(job, spec) if spec.mode is None else None,
             )
         )
-    text = render(summaries, len(steady), live_microbatches=job.config.live_microbatches)
-    if job.folder is not None:
-        write_atomically(job.folder.table, text)
-    reporter.note("\n" + text)
-    if job.folder is not None:
-        reporter.note(f"Timelines of these runs: timelyfreeze show {_quoted(job.folder)}")
+    return render(summaries, len(steady), live_microbatches=job.config.live_microbatches)
 
 
 def _plain_s(job: Job, spec: RunSpec) -> float | None:

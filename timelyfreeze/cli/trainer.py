@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from timelyfreeze import AsyncPipeline
 from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.data import Corpus, training_batch, validation_batch
 from timelyfreeze.cli.errors import TrainingError
@@ -27,7 +28,7 @@ from timelyfreeze.runtime.results import StepResult
 from timelyfreeze.runtime.sources import StageSource, own_children
 from timelyfreeze.schedule import Schedule
 
-_CLIP_NORM = 1.0
+CLIP_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,79 @@ class Update:
     saved_bytes: int | None
 
 
-class Trainer:
+class ModelTrainer(ABC):
+    """What trainers of the command's model share; a context manager that closes the pipeline.
+
+    Args:
+        config, corpus: what to train, on what.
+        name: of the run, for messages.
+    """
+
+    pipe: FreezingPipeline | AsyncPipeline
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, name: str) -> None:
+        self._config, self._corpus, self._name = config, corpus, name
+        self._validation = validation_batch(
+            corpus.validation, batch_size=config.validation_sequences, sequence_length=config.sequence_length
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pipe.close()
+
+    def validate(self, step: int) -> float:
+        """Mean loss over the held-out sequences, in pieces of the plain run's batch.
+
+        Raises:
+            TrainingError: it is not finite; ``step`` is for the message.
+        """
+        x, y = self._validation
+        total = 0.0
+        for start in range(0, len(x), self._config.batch_size):
+            piece = slice(start, start + self._config.batch_size)
+            with self._autocast():
+                loss = self.pipe.evaluate(self._own_part(x[piece]), target=self._own_part(y[piece]))
+            total += float(loss) * len(x[piece])
+        self._check_finite("the validation loss", total, step)
+        return total / len(x)
+
+    @abstractmethod
+    def _own_part(self, batch: Tensor) -> Tensor:
+        """What of a batch goes into this process's pipeline."""
+
+    def _batch(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Input and target of a step, the same in every run of a job."""
+        config = self._config
+        return training_batch(
+            self._corpus.train,
+            batch_size=batch_size,
+            sequence_length=config.sequence_length,
+            seed=config.seed,
+            step=step,
+        )
+
+    def _check_finite(self, what: str, value: float, step: int) -> None:
+        if not math.isfinite(value):
+            raise TrainingError(
+                problem(
+                    f"{what} is not finite",
+                    got=value,
+                    where=f"run {self._name}, step {step}",
+                    hint="Take a lower --learning-rate, or --dtype float32.",
+                )
+            )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        kind = "cuda" if self._is_on_gpu else "cpu"
+        return torch.autocast(kind, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._config.device != "cpu" and torch.cuda.is_available()
+
+
+class Trainer(ModelTrainer):
     """The command's model, pipelined, with its optimizer and its batches; a context manager.
 
     Args:
@@ -62,6 +135,8 @@ class Trainer:
         world: the processes that train together, each with its own stages.
     """
 
+    pipe: FreezingPipeline
+
     def __init__(
         self,
         config: TrainConfig,
@@ -74,7 +149,7 @@ class Trainer:
         name: str = "",
         world: World | None = None,
     ) -> None:
-        self._config, self._corpus, self._name = config, corpus, name
+        super().__init__(config, corpus, name)
         self._world = world or World()
         self.num_sequences = config.num_sequences(schedule.num_microbatches)
         self._batch_size = batch_size or self.num_sequences
@@ -96,18 +171,10 @@ class Trainer:
             **self._world.grid(config.data_parallel, on_gpu=self._is_on_gpu),
         )
         self._names = [name for name, _ in without_memory(config.model).named_parameters()]
-        self.optimizer = make_optimizer(self.pipe, config)
-        self._validation = validation_batch(
-            corpus.validation, batch_size=config.validation_sequences, sequence_length=config.sequence_length
-        )
+        self.optimizer = make_optimizer(self.pipe.parameters(), config)
 
     def __enter__(self) -> Trainer:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.pipe.close()
 
     def update(self, step: int, *, counts_bytes: bool = False) -> Update:
         """Do a step, counted from 1.
@@ -122,13 +189,7 @@ class Trainer:
         """
         config = self._config
         begin_s = time.perf_counter()
-        x, y = training_batch(
-            self._corpus.train,
-            batch_size=self._batch_size,
-            sequence_length=config.sequence_length,
-            seed=config.seed,
-            step=step,
-        )
+        x, y = self._batch(step, self._batch_size)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
         with count_saved_bytes(self.pipe.parameters()) if counts_bytes else nullcontext() as saved, self._autocast():
@@ -147,22 +208,6 @@ class Trainer:
         """Let all processes know whether one of them was asked to stop, so that they do so after the same step."""
         if self._world.has_others:
             stop.agree(self.pipe.gather(stop.own_signal))
-
-    def validate(self, step: int) -> float:
-        """Mean loss over the held-out sequences, in pieces of the plain run's batch.
-
-        Raises:
-            TrainingError: it is not finite; ``step`` is for the message.
-        """
-        x, y = self._validation
-        total = 0.0
-        for start in range(0, len(x), self._config.batch_size):
-            piece = slice(start, start + self._config.batch_size)
-            with self._autocast():
-                loss = self.pipe.evaluate(self._own_part(x[piece]), target=self._own_part(y[piece]))
-            total += float(loss) * len(x[piece])
-        self._check_finite("the validation loss", total, step)
-        return total / len(x)
 
     def _build(self, schedule: Schedule, split: Sequence[int] | None) -> nn.Sequential:
         """The model; with several processes, only what this one's stages have."""
@@ -185,33 +230,14 @@ class Trainer:
         """Clip by the norm over all stages' gradients, wherever they are; the norm before."""
         parameters = list(self.pipe.parameters())
         if not self._world.has_others:
-            return float(torch.nn.utils.clip_grad_norm_(parameters, _CLIP_NORM))
+            return float(torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM))
         norms: dict[str, float] = {}
         for own in self.pipe.gather(gradient_norms(self.pipe)):
             norms.update(own)
         # Added in the order of one process, so that the sum has the same bits. Tied weights have one name in it.
         total = torch.linalg.vector_norm(torch.tensor([norms[name] for name in self._names if name in norms]))
-        torch.nn.utils.clip_grads_with_norm_(parameters, _CLIP_NORM, total)
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIP_NORM, total)
         return float(total)
-
-    def _check_finite(self, what: str, value: float, step: int) -> None:
-        if not math.isfinite(value):
-            raise TrainingError(
-                problem(
-                    f"{what} is not finite",
-                    got=value,
-                    where=f"run {self._name}, step {step}",
-                    hint="Take a lower --learning-rate, or --dtype float32.",
-                )
-            )
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        kind = "cuda" if self._is_on_gpu else "cpu"
-        return torch.autocast(kind, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        return self._config.device != "cpu" and torch.cuda.is_available()
 
 
 def split_by_size(config: TrainConfig, schedule: Schedule) -> list[int]:
@@ -231,19 +257,14 @@ def gradient_norms(pipe: FreezingPipeline) -> dict[str, float]:
     return {name: float(torch.linalg.vector_norm(grad)) for name, grad in gradients.items() if grad is not None}
 
 
-def make_optimizer(pipe: FreezingPipeline, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices but no norms, fused where this torch and these devices can."""
-    groups = parameter_groups(pipe.parameters(), config)
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
     try:
         return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
     except RuntimeError:
         return torch.optim.AdamW(groups, lr=config.learning_rate)
-
-
-def parameter_groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
-    """Matrices, which decay, and norms, which do not."""
-    matrices: list[nn.Parameter] = []
-    norms: list[nn.Parameter] = []
-    for parameter in parameters:
-        (matrices if parameter.ndim > 1 else norms).append(parameter)
-    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
