@@ -191,10 +191,10 @@ def test_the_whole_models_norm_clips_updates_later():
         return [torch.stack([norm for owner, norm in seen if owner == stage]) for stage in own]
 
     plain, clipped = build(None), build(1e-3)
-    total = torch.stack(plain).square().sum(0).sqrt()
-    for own, scaled in zip(plain, clipped, strict=True):
-        lag = 2
-        expected = own * torch.cat([1e-3 / own[:lag], 1e-3 / total[:-lag]])
+    lag = 2
+    for own, other, scaled in zip(plain, reversed(plain), clipped, strict=True):
+        total = (own[lag:].square() + other[:-lag].square()).sqrt()  # the other stage's norm comes late
+        expected = own * torch.cat([1e-3 / own[:lag], 1e-3 / total])
         torch.testing.assert_close(scaled, expected, rtol=1e-3, atol=0.0)
 
 

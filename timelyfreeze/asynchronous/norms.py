@@ -12,11 +12,15 @@ from timelyfreeze import _C
 
 
 class DelayedNorm:
-    """The norm of the gradients of all stages, ``lag`` updates late.
+    """The norm of the gradients of all stages: a stage's own of this update, the others' ``lag`` updates late.
 
     When a stage makes its update j, every other has made its update j - lag: at most ``num_stages`` micro-batches are
     between the first stage's forward and its backward. So nobody waits, and the same norm is used in every run. A
     stage's first ``lag`` updates go by its own norm.
+
+    The own norm is of this update, because what clipping is for, a single large gradient, would otherwise be let
+    through and the updates after it made small instead. Main job, 2 stages, 200 updates of 2 micro-batches: validation
+    loss 2.37, all norms late 2.47, no clipping 2.45 (with a flush 2.25 and, not clipped, 2.29).
 
     Args:
         num_stages: that update.
@@ -26,7 +30,7 @@ class DelayedNorm:
     >>> [float(norms.exchange(stage, torch.tensor(9.0))) for stage in (0, 1)]
     [3.0, 3.0]
     >>> round(float(norms.exchange(1, torch.tensor(1.0))) ** 2, 3)
-    18.0
+    10.0
     """
 
     def __init__(self, num_stages: int, lag: int) -> None:
@@ -54,7 +58,8 @@ class DelayedNorm:
             self._counts[place] += 1
             if wanted < 0:
                 return square.sqrt()
-            return torch.stack([self._square(other, wanted) for other in range(self._num_stages)]).sum().sqrt()
+            others = [self._square(other, wanted) for other in range(self._num_stages) if other != place]
+            return torch.stack([square, *others]).sum().sqrt()
 
     def known(self, place: int) -> tuple[int, list[float]]:
         """How many updates a stage has told of, and the squares of the last of them."""
@@ -116,8 +121,8 @@ class RemoteNorm:
         self.board.add(place, float(square))
         if wanted < 0:
             return square.sqrt()
-        squares = [self.board.at(stage, wanted) for stage in self.updating]
-        return torch.tensor(squares, dtype=square.dtype).sum().sqrt()
+        others = [self.board.at(stage, wanted) for stage in self.updating if stage != place]
+        return torch.tensor([float(square), *others], dtype=square.dtype).sum().sqrt()
 
 
 def lag_of(num_stages: int, accumulation: int) -> int:

@@ -110,8 +110,8 @@ class StageUpdate:
 
 
 class Clip:
-    """Scales a stage's gradients so that the whole model's norm, as it was ``norms.lag`` updates ago, is at most
-    ``max_norm``."""
+    """Scales a stage's gradients so that the whole model's norm, of which the other stages' part is ``norms.lag``
+    updates old, is at most ``max_norm``."""
 
     def __init__(self, norms: DelayedNorm | RemoteNorm, stage: int, max_norm: float) -> None:
         self._norms = norms
