@@ -337,11 +337,11 @@ def test_the_whole_table_from_literal_rows() -> None:
     plain, own = literal_rows("plain", 0.6, (5.0, 3.0, 2.5)), literal_rows("paci", 0.5, (5.0, 3.0, 2.0))
     assert streaming_steps(own) == {2, 3}
     assert render_stream(config, {"plain": plain, "paci": own}).splitlines()[:15] == [
-        "             batch  against     of  tokens  total  loss at  kept",
-        "run             ms    flush  ideal      /s      s    8 st.    MB",
-        "─" * 64,
-        "1f1b, flush    600    1.00x    67%     167    4.8    2.500   3.0",
-        "paci           500    1.20x    80%     200      4    2.000   3.0",
+        "             batch  against     of  tokens  total  loss at  loss at  kept",
+        "run             ms    flush  ideal      /s      s    8 st.      4 s    MB",
+        "─" * 73,
+        "1f1b, flush    600    1.00x    67%     167    4.8    2.500    2.667   3.0",
+        "paci           500    1.20x    80%     200      4    2.000    2.000   3.0",
         "",
         "stage  drift  bound  updates  skipped",
         "─" * 37,
@@ -358,7 +358,8 @@ def test_the_whole_table_from_literal_rows() -> None:
     assert alone.splitlines()[3].split()[:5] == ["paci", "500", "-", "-", "200"]
     assert "sooner" not in alone
     slow = render_stream(config, {"plain": plain, "paci": literal_rows("paci", 0.5, (5.0, 3.0, 2.75))})
-    assert "paci did not reach 1f1b's final validation loss (2.500): its own is 2.750 after 4 s." in slow
+    assert "paci did not reach 1f1b's final validation loss (2.500): its own is 2.750 after 4 s," in slow
+    assert "when 1f1b's was 2.667." in slow
 
 
 def test_a_loss_is_reached_where_it_is_first_crossed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,7 +15,12 @@ import torch
 from torch import nn
 
 from timelyfreeze import create_schedule, simulate
+from timelyfreeze.cli.config import TrainConfig
+from timelyfreeze.cli.metrics import StepRow
+from timelyfreeze.cli.options import add_train_parser, train_options
+from timelyfreeze.cli.stream_table import render_stream
 from timelyfreeze.schedule import default_stages_per_rank, schedule_names
+from timelyfreeze.schedule.asynchronous import drift_bound
 from timelyfreeze.schedule.passes import EQUAL_TIMES_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +81,28 @@ def test_the_plan_is_what_the_command_prints():
     )
     printed = [line.rstrip() for line in done.stdout.splitlines()]
     assert shown.splitlines() == printed[: len(shown.splitlines())]
+
+
+def test_the_table_without_a_flush_is_of_the_commands_form_and_adds_up():
+    command, shown = re.search(r"\$ timelyfreeze train (--schedule paci .*)\n((?:.*\n)*?)```", README).groups()
+    parser = argparse.ArgumentParser()
+    add_train_parser(parser.add_subparsers())
+    config = TrainConfig(**train_options(parser.parse_args(["train", *command.split()])))
+    ends = [("plain", 39.0, None), ("paci", 36.0, (1, 0))]
+    made = {name: [StepRow(name, 150, elapsed_s=s, validation_loss=2.0, drift=drift)] for name, s, drift in ends}
+    printed = render_stream(config, made)
+    lines, form = shown.splitlines(), printed.splitlines()
+    for index in (0, 1, 2, 6, 7):  # headings and rules
+        assert lines[index].split() == form[index].split() or set(lines[index]) == set(form[index]) == {"─"}
+    flush, stream = (re.findall(r"[\d.,]+(?=x|%| |$)", line.partition("  ")[2]) for line in lines[3:5])
+    speed = float(flush[0]) / float(stream[0])
+    share = config.microbatches / (config.microbatches + config.stages - 1)
+    assert speed == pytest.approx(float(stream[1]), abs=0.01)
+    assert [100 * share, 100 * share * speed] == pytest.approx([float(flush[2]), float(stream[2])], abs=1)
+    bounds = [drift_bound(config.stages, stage, config.num_accumulated) for stage in range(config.stages)]
+    assert [line.split()[:4] for line in lines[8:10]] == [
+        [str(stage), str(bound), str(bound), str(config.steps)] for stage, bound in enumerate(bounds)
+    ]
 
 
 def test_every_link_leads_somewhere():

@@ -9,10 +9,19 @@ from itertools import pairwise
 from rich.table import Table
 
 from timelyfreeze.cli.config import TrainConfig
-from timelyfreeze.cli.metrics import StepRow
+from timelyfreeze.cli.metrics import StepRow, interpolate
 from timelyfreeze.cli.plan_text import new_table
 from timelyfreeze.cli.stream_counts import StageCounts, stage_counts, streaming_steps
-from timelyfreeze.cli.table import PLAIN, RunSummary, as_lines, milliseconds, number, seconds, summarize_run
+from timelyfreeze.cli.table import (
+    PLAIN,
+    RunSummary,
+    as_lines,
+    comparison_times,
+    milliseconds,
+    number,
+    seconds,
+    summarize_run,
+)
 
 
 def render_stream(config: TrainConfig, rows: dict[str, list[StepRow]]) -> str:
@@ -56,7 +65,9 @@ def sooner(config: TrainConfig, flushed: RunSummary, own: RunSummary) -> str:
     at_s = reached_s(own.curve, loss)
     goal = f"{config.flushed_schedule}'s final validation loss ({loss:.3f})"
     if at_s is None:
-        return f"{name} did not reach {goal}: its own is {own.final_loss:.3f} after {seconds(own.elapsed_s)} s."
+        beside = interpolate(flushed.curve, own.elapsed_s)
+        then = "" if beside is None else f", when {config.flushed_schedule}'s was {beside:.3f}"
+        return f"{name} did not reach {goal}: its own is {own.final_loss:.3f} after {seconds(own.elapsed_s)} s{then}."
     text = f"{name} reached {goal} after {seconds(at_s)} s of {seconds(flushed.elapsed_s)} s"
     text += f": {flushed.elapsed_s / at_s:.2f}x sooner" if at_s else ""
     return f"{text}; after {own.num_steps} steps its own is {own.final_loss:.3f}."
@@ -65,6 +76,8 @@ def sooner(config: TrainConfig, flushed: RunSummary, own: RunSummary) -> str:
 def _runs(config: TrainConfig, runs: Sequence[RunSummary]) -> Table:
     num_steps = max(run.num_steps for run in runs)
     headings = ["batch\nms", "against\nflush", "of\nideal", "tokens\n/s", "total\ns", f"loss at\n{num_steps} st."]
+    times = comparison_times(runs)
+    headings += [f"loss at\n{seconds(time)} s" for time in times]
     table = new_table("run", *headings, "kept\nMB")
     flush_s = runs[0].step_s if runs[0].run == PLAIN else None
     efficiency = config.microbatches / (config.microbatches + config.stages - 1)
@@ -73,6 +86,7 @@ def _runs(config: TrainConfig, runs: Sequence[RunSummary]) -> Table:
         speed = flush_s / run.step_s if flush_s and run.step_s else None
         cells = [milliseconds(run.step_s), *(("-", "-") if speed is None else _ratios(speed, efficiency))]
         cells += [number(run.tokens_per_s, 0), seconds(run.elapsed_s), number(run.final_loss, 3)]
+        cells += [number(interpolate(run.curve, time), 3) for time in times]
         cells.append(number(None if run.saved_bytes is None else run.saved_bytes / 1e6, 1))
         table.add_row(name, *cells)
     return table
@@ -98,7 +112,8 @@ def _notes(config: TrainConfig, runs: Sequence[RunSummary], own: Sequence[StepRo
         lines.append(f"ideal: the flushed run without its bubble, {share} of its time.")
     lines += [
         f"total: all batches, with the {drains} times that {name} was drained, to validate, save and count.",
-        "loss: on held-out text, nats a byte. kept: the most bytes held for backward at once.",
+        "loss: on held-out text, nats a byte, after equal steps and after equal training time. kept: the most bytes",
+        "  held for backward at once.",
         f"drift: updates of a stage between a micro-batch's forward and backward; one is made every "
         f"{config.num_accumulated} backwards.",
         f"Copies of a stage's weights that were made: {sum(row.weight_copies or 0 for row in own)}.",
