@@ -38,7 +38,7 @@ DRAINED = (30, 60, 62, 64)
 SIZES = (
     *("--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--microbatch-size", "1"),
     *("--microbatches", str(MICROBATCHES), "--validation-sequences", "8", "--seed", "3", "--learning-rate", "0.01"),
-    *("--learning-rate-warmup", "5", "--device", "cpu"),
+    *("--learning-rate-warmup", "40", "--device", "cpu"),
 )
 TINY = (*SIZES, "--evaluate-every", "30", "--schedule")
 
@@ -137,7 +137,7 @@ def test_a_run_that_is_stopped_ends_drained_and_goes_on_bit_for_bit(
         when(patch, at, lambda: interrupt(number))
         assert run(*arguments, steps=STEPS) == 128 + number
     captured = capsys.readouterr()
-    assert "Stopping where paci is drained next, after 30 batches at the most" in captured.out
+    assert "Stopping after this step, in paci where it is drained next (30 batches at the most)" in captured.out
     assert f"stopped after step {stopped_at[1]} of {stopped_at[0]}; the last checkpoint is kept" in captured.err
     assert saved(tmp_path).done[-1] == stopped_at
     torch.manual_seed(99)

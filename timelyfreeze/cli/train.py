@@ -108,7 +108,7 @@ def _run(job: Job, setup: Setup) -> None:
 def _stopping(config: TrainConfig) -> str:
     when = "after this step"
     if config.is_stream:
-        when = f"where {config.schedule} is drained next, after {config.drains.longest} batches at the most"
+        when += f", in {config.schedule} where it is drained next ({config.drains.longest} batches at the most)"
     return f"Stopping {when}; Ctrl-C again stops at once."
 
 
