@@ -362,6 +362,21 @@ def test_the_whole_table_from_literal_rows() -> None:
     assert "when 1f1b's was 2.667." in slow
 
 
+@pytest.mark.parametrize(
+    ("timed", "note"),
+    [
+        ((1, 2, 3, 4), "batch: median over the same 2 batches of each run, paci's in the middle of a stream."),
+        ((1, 4), "batch: median over the same 2 batches of each run, paci's drained so often that none is in the mid"),
+        ((), "No times: of such a short run bytes were counted in all batches. Give it more --steps."),
+    ],
+)
+def test_it_says_which_times_count(timed: tuple[int, ...], note: str) -> None:
+    config = TrainConfig(schedule="paci", stages=3, steps=4)
+    own = [replace(row, saved_bytes=None if row.step in timed else 1) for row in literal_rows("paci", 0.5, (5, 3, 2))]
+    lines = render_stream(config, {"paci": own[:5]}).splitlines()
+    assert any(line.startswith(note) for line in lines)
+
+
 def test_a_loss_is_reached_where_it_is_first_crossed() -> None:
     curve = [(0.0, 5.0), (1.0, 3.0), (2.0, 3.5), (3.0, 2.0)]
     assert [reached_s(curve, loss) for loss in (6.0, 5.0, 4.0, 3.0, 2.75, 1.0)] == [0.0, 0.0, 0.5, 1.0, 2.5, None]

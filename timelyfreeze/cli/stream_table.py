@@ -31,7 +31,8 @@ def render_stream(config: TrainConfig, rows: dict[str, list[StepRow]]) -> str:
         rows: by run; the run without a flush, and, if there is one, the plain run before it.
     """
     own = rows[config.schedule]
-    steady = streaming_steps(own) or {row.step for row in own if row.timed}
+    middle = streaming_steps(own)
+    steady = middle or {row.step for row in own if row.timed}
     tokens = config.batch_size * config.sequence_length
     runs = [
         summarize_run(rows[name], steady, num_microbatches=config.microbatches, tokens_per_step=tokens)
@@ -42,7 +43,7 @@ def render_stream(config: TrainConfig, rows: dict[str, list[StepRow]]) -> str:
     lines = [*as_lines(_runs(config, runs)), "", *as_lines(_stages(counts)), ""]
     if len(runs) > 1:
         lines += [*textwrap.wrap(sooner(config, *runs), 88), ""]
-    return "\n".join([*lines, *_notes(config, runs, own, len(steady))]) + "\n"
+    return "\n".join([*lines, _times_note(config, len(middle), len(steady)), *_notes(config, runs, own)]) + "\n"
 
 
 def reached_s(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
@@ -103,10 +104,18 @@ def _stages(counts: Sequence[StageCounts]) -> Table:
     return table
 
 
-def _notes(config: TrainConfig, runs: Sequence[RunSummary], own: Sequence[StepRow], num_steady: int) -> list[str]:
+def _times_note(config: TrainConfig, num_middle: int, num_timed: int) -> str:
+    """Which batches' times count."""
+    if not num_timed:
+        return "No times: of such a short run bytes were counted in all batches. Give it more --steps."
+    which = "in the middle of a stream" if num_middle else "drained so often that none is in the middle of a stream"
+    return f"batch: median over the same {num_middle or num_timed} batches of each run, {config.schedule}'s {which}."
+
+
+def _notes(config: TrainConfig, runs: Sequence[RunSummary], own: Sequence[StepRow]) -> list[str]:
     name = config.schedule
     drains = sum(row.updates is not None for row in own)
-    lines = [f"batch: median over the same {num_steady} batches of each run, {name}'s in the middle of a stream."]
+    lines = []
     if len(runs) > 1:
         share = f"{config.microbatches}/({config.microbatches} + {config.stages} - 1)"
         lines.append(f"ideal: the flushed run without its bubble, {share} of its time.")
