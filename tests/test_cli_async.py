@@ -181,6 +181,23 @@ def test_what_is_resumed_has_the_same_numbers_whatever_the_options(
     assert {row["run"] for row in rows(tmp_path / "part")} == {options[0]}
 
 
+@pytest.mark.parametrize(
+    ("options", "drift"),
+    [
+        (("--dtype", "bfloat16"), ["1", "0"]),
+        (("--stages", "1"), ["0"]),
+        (("--microbatches", "1", "--stages", "4"), ["3", "2", "1", "0"]),
+        (("--accumulation", "9"), ["1", "0"]),
+    ],
+)
+def test_options_run(
+    text: Path, options: tuple[str, ...], drift: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SIZES, "--schedule", "paci", *options, "--no-compare", "--text", text, steps=9) == 0
+    stages = capsys.readouterr().out.partition("\nstage ")[2].splitlines()[2:]
+    assert [stage.split()[1:3] for stage in stages[: len(drift)]] == [[one, one] for one in drift]
+
+
 def test_a_loss_that_stays_not_finite_ends_the_run_and_keeps_the_checkpoint(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
