@@ -190,8 +190,7 @@ std::optional<PyPlace> as_tuple(const std::optional<AsyncPlace>& place) {
   return PyPlace{place->stage, std::string(1, place->kind), place->microbatch};
 }
 
-void bind_async(py::module_& m) {
-  bind_ledger(m);
+void bind_norm_board(py::module_& m) {
   py::class_<NormBoard, std::shared_ptr<NormBoard>>(m, "NormBoard")
       .def(py::init<int64_t>(), py::arg("num_stages"))
       .def("add", &NormBoard::add, py::arg("stage"), py::arg("square"))
@@ -199,6 +198,19 @@ void bind_async(py::module_& m) {
       .def("squares", &NormBoard::squares, py::arg("stage"))
       .def("set", &NormBoard::set, py::arg("stage"), py::arg("count"), py::arg("squares"))
       .def("at", &NormBoard::at, py::arg("stage"), py::arg("index"));
+}
+
+std::vector<std::pair<at::Tensor, py::object>> take_losses(AsyncPipeline& pipeline, int64_t count) {
+  std::vector<std::pair<at::Tensor, py::object>> losses;
+  for (const AsyncLoss& loss : pipeline.take_losses(count)) {
+    losses.emplace_back(loss.tensor, loss.count ? py::object(py::float_(*loss.count)) : py::none());
+  }
+  return losses;
+}
+
+void bind_async(py::module_& m) {
+  bind_ledger(m);
+  bind_norm_board(m);
   py::class_<AsyncPipeline>(m, "AsyncPipeline")
       .def(py::init([](std::vector<std::shared_ptr<Stage>> stages, const std::vector<std::string>& devices,
                        py::object loss_fn, std::vector<py::object> updates, std::vector<py::object> batch_ends,
@@ -217,16 +229,7 @@ void bind_async(py::module_& m) {
       .def("wait_for_losses", &AsyncPipeline::wait_for_losses, py::arg("count"), py::arg("timeout_s"))
       .def("settle", &AsyncPipeline::settle, py::arg("timeout_s"))
       .def("drain", &AsyncPipeline::drain, py::arg("timeout_s"))
-      .def(
-          "take_losses",
-          [](AsyncPipeline& self, int64_t count) {
-            std::vector<std::pair<at::Tensor, py::object>> losses;
-            for (const AsyncLoss& loss : self.take_losses(count)) {
-              losses.emplace_back(loss.tensor, loss.count ? py::object(py::float_(*loss.count)) : py::none());
-            }
-            return losses;
-          },
-          py::arg("count"))
+      .def("take_losses", &take_losses, py::arg("count"))
       .def("take_times",
            [](AsyncPipeline& self) {
              std::vector<std::tuple<int32_t, std::string, int64_t, double, double>> times;
