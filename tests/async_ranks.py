@@ -71,10 +71,8 @@ def train(case: dict[str, Any], group: Any) -> dict[str, Any]:
     """Two runs with an evaluation in the first; what they leave, as text that is equal where the bits are."""
     batches = batches_of(case, 5)
     if group is not None and case["counts"]:  # what a rank does not take is left out
-        last = dist.get_rank(group) == case["ranks"] - 1
-        batches = [
-            (None if dist.get_rank(group) else x, y if last or dist.get_rank(group) else None) for x, y in batches
-        ]
+        first, last = dist.get_rank(group) == 0, dist.get_rank(group) == case["ranks"] - 1
+        batches = [(x if first else None, y if last or not first else None) for x, y in batches]
         if case["ranks"] > 1:
             assert sum(value is None for value in batches[0]) == 1
     with make_pipe(case, group) as pipe:
@@ -144,10 +142,10 @@ def stream(pipe: AsyncPipeline, count: int, size: int = 2 * NUM_MICROBATCHES) ->
     return [[result.index, float(result.loss)] for result in pipe.run(batch(step, size) for step in range(count))]
 
 
-def _armed(where: str, act: Any) -> Any:
+def _armed(where: str, act: Any, count: int = 5) -> Any:
     def fault(pipe: AsyncPipeline, here: bool) -> None:
         if here:
-            own_stages(pipe)[-1].arm(where, act, count=5)
+            own_stages(pipe)[-1].arm(where, act, count)
         stream(pipe, 4)
 
     return fault
@@ -184,6 +182,17 @@ def _bad_batch(pipe: AsyncPipeline, here: bool) -> None:
         pass
 
 
+def _failing_batches(pipe: AsyncPipeline, here: bool) -> None:
+    def batches() -> Any:
+        yield from map(batch, range(3))
+        if here:
+            boom(None)
+        yield batch(3)
+
+    for _ in pipe.run(batches()):
+        pass
+
+
 def _other_batch(pipe: AsyncPipeline, here: bool) -> None:
     stream(pipe, 4, 3 * NUM_MICROBATCHES if here else 2 * NUM_MICROBATCHES)
 
@@ -196,7 +205,9 @@ FAULTS = {
     "raise in F": _armed("F", boom),
     "raise in B": _armed("B", boom),
     "MemoryError": _armed("F", out_of_memory),
-    "KeyboardInterrupt": _armed("F", interrupt),
+    # In the last backward, which a first stage does while all ranks wait in drain().
+    "KeyboardInterrupt": _armed("B", interrupt, count=4 * NUM_MICROBATCHES - 1),
+    "batches": _failing_batches,
     "optimizer": _in_class(Explosive),
     "loss_fn": _in_class(Disarmed),
     "while away": _while_away,

@@ -69,6 +69,10 @@ def check_error(fault, target, rank, found):
         assert found["type"] in ("RuntimeError", "StageError"), place
         assert "the batches differ" in found["text"], place
         return
+    if fault == "batches":
+        assert found["type"] == ("BoomError" if rank == target else "StageError"), place
+        assert "boom" in found["text"], place
+        return
     assert (found["type"], found["rank"]) == ("StageError", target), place
     name = "MemoryError" if fault == "MemoryError" else "BoomError"
     assert f"{name}: " in found["text"], place
@@ -79,7 +83,8 @@ def check_error(fault, target, rank, found):
 
 
 def test_every_rank_gets_the_error_and_can_run_again():
-    faults = [(name, 2 if name == "loss_fn" else number % 3) for number, name in enumerate(async_ranks.FAULTS)]
+    targets = {"loss_fn": 2, "KeyboardInterrupt": 0}
+    faults = [(name, targets.get(name, number % 3)) for number, name in enumerate(async_ranks.FAULTS)]
     answers = results(launch(3, async_ranks.recover, faults))
     for number, (fault, target) in enumerate(faults):
         for rank, answer in enumerate(answers):

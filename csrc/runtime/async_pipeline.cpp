@@ -96,7 +96,11 @@ void AsyncPipeline::begin() {
   if (transport_) {
     stream_->on_failure = [call = on_failure_] {
       const py::gil_scoped_acquire gil;
-      (*call)();
+      try {
+        (*call)();
+      } catch (py::error_already_set& error) {  // an interrupt: the caller reports it as well
+        error.discard_as_unraisable("timelyfreeze: a stage's failure");
+      }
     };
   }
   const auto job = [stream = stream_, local = local_](int32_t index) {

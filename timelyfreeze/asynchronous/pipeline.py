@@ -162,6 +162,7 @@ class AsyncPipeline(ResumableAsyncPipeline):
             self._schedule_name = schedule
             self._closed = False
             self._num_batches = 0
+            self._told: BaseException | None = None  # that other ranks know of
             self._pending: deque[list[Microbatch]] = deque()  # handed over, and their result not yet given out
             self._async: AsyncEngine | None = None
             order = create_schedule("1f1b", num_ranks=num_stages, num_microbatches=num_microbatches)
@@ -208,16 +209,26 @@ class AsyncPipeline(ResumableAsyncPipeline):
 
         Raises:
             StageError: user code failed. Micro-batches in flight are lost; weights stay as the last updates left them.
+                Where ranks are processes, all get it, and also what ``batches`` raise on one of them.
             ValueError, TypeError: wrong arguments.
         """
-        for batch in batches:
-            self._push(batch)
-            while len(self._pending) > self._lag:
+        try:
+            for batch in batches:
+                self._push(batch)
+                while len(self._pending) > self._lag:
+                    yield self._take()
+            while self._pending:
                 yield self._take()
-        while self._pending:
-            yield self._take()
-        if drain:
-            self.drain()
+            if drain:
+                self.drain()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if self._ranks.own_rank is not None and error is not self._told:
+                # The batches' own, or Ctrl-C: no rank shall wait for this one.
+                with self._calling():
+                    raise
+            raise
 
     def drain(self) -> list[AsyncResult]:
         """Run the backwards that are left, and in every stage an update of what has been accumulated, as the mean over
@@ -233,6 +244,7 @@ class AsyncPipeline(ResumableAsyncPipeline):
         if self._async is not None and self._async.is_open:
             with self._calling():
                 self._async.drain()
+                self._ranks.gather(None)  # where a stage fails in its last updates, this call fails on all ranks
             self._note_times()
             self._async.forget()
         return results
@@ -407,9 +419,11 @@ class AsyncPipeline(ResumableAsyncPipeline):
         try:
             with self._ranks.call(self._num_batches):
                 yield
-        except DisagreementError:
+        except DisagreementError as error:
+            self._told = error
             raise  # on all ranks alike: nothing has happened
-        except BaseException:
+        except BaseException as error:
+            self._told = error
             if loses or self._ranks.own_rank is not None:
                 self._pending.clear()
                 if self._freezing is not None:

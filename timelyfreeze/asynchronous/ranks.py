@@ -46,13 +46,19 @@ class AsyncRanks(ProcessRanks):
     def __init__(self, process_group: Any, timeout_s: float) -> None:
         self._stream: AsyncEngine | None = None
         self._reporter: threading.Thread | None = None
+        self._reporting = threading.Lock()
         self._own_error: BaseException | None = None
+        self._step: int | None = None  # of the call that it is in, or was in last
         super().__init__(find_place(process_group, None), timeout_s)
 
     def attach(self, stream: AsyncEngine) -> None:
         """From now on its stage is connected with those of the other ranks."""
         self._stream = stream
         self._connect_stream()
+
+    def call(self, step: int | None) -> Any:
+        self._step = step
+        return super().call(step)
 
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
@@ -126,18 +132,24 @@ class AsyncRanks(ProcessRanks):
             return
         self._own_error = error
         # Not here: the thread is waited for, and interrupted where it does not come back.
-        self._reporter = threading.Thread(target=self._report, args=(error,), name="timelyfreeze-report", daemon=True)
-        self._reporter.start()
+        reporter = threading.Thread(target=self._report, args=(error,), name="timelyfreeze-report", daemon=True)
+        with self._reporting:
+            reporter.start()
+            self._reporter = reporter
 
     def _report(self, error: BaseException) -> None:
         blame = Blame(self._place, self._own_stages, self._monitor, _PROBE_S, self._status)
-        self._monitor.report(replace(describe(error, self._num_calls, blame), call=self._num_calls))
+        self._monitor.report(replace(describe(error, self._step, blame), call=self._num_calls))
+
+    def _end_report(self) -> None:
+        """A report is of the epoch in which it is made: none may come later."""
+        with self._reporting:
+            reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            reporter.join(_REPORT_S)
 
     def _fail(self, error: BaseException, step: int | None) -> BaseException:
-        # Reports are of the epoch in which they are made: none may come after this.
-        if self._reporter is not None:
-            self._reporter.join(_REPORT_S)
-            self._reporter = None
+        self._end_report()
         return super()._fail(error, step)
 
     def _on_failure(self, failure: Failure) -> None:
@@ -154,6 +166,7 @@ class AsyncRanks(ProcessRanks):
         super()._raise_told(failure)
 
     def _renew(self) -> None:
+        self._end_report()
         self._own_error = None
         super()._renew()
 
