@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_pipelines_that_do_not_fit_are_refused_on_all_ranks():
         differ, count, tied, good = answer
         assert differ["type"] == tied["type"] == "DisagreementError"
         assert "the same accumulation" in differ["text"]
-        assert count["type"] == "ValueError"
+        assert count["type"] in ("ValueError", "StageError")  # the latter where another rank was sooner to say so
         assert "expected 3, one a process" in count["text"]
         assert "parameters in two stages" in tied["text"]
         assert "0.linear.weight" in tied["text"]
@@ -149,3 +150,19 @@ def test_a_checkpoint_goes_on_exactly_and_its_weights_on_any_number_of_ranks(tmp
         loaded |= answer
     assert loaded == {name: digest(value) for name, value in state.items()} != weights
     assert all(torch.equal(value, state[name]) for name, value in export_state_dict(tmp_path).items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100))
+def test_random_faults(seed):
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3, 4])
+    targets = {"loss_fn": ranks - 1, "KeyboardInterrupt": 0}
+    names = draw.choices(list(async_ranks.FAULTS), k=8)
+    faults = [(name, targets.get(name, draw.randrange(ranks))) for name in names]
+    print(f"{seed=} {ranks=} {faults=}")
+    answers = results(launch(ranks, async_ranks.recover, faults))
+    for number, (fault, target) in enumerate(faults):
+        for rank, answer in enumerate(answers):
+            check_error(fault, target, rank, answer["errors"][number])
+    assert all(answer["runs"] == answers[0]["runs"] for answer in answers)

@@ -165,32 +165,47 @@ class AsyncPipeline(ResumableAsyncPipeline):
             self._told: BaseException | None = None  # that other ranks know of
             self._pending: deque[list[Microbatch]] = deque()  # handed over, and their result not yet given out
             self._async: AsyncEngine | None = None
-            order = create_schedule("1f1b", num_ranks=num_stages, num_microbatches=num_microbatches)
             fitted = fit_devices(rank_devices, num_stages, explicit=ranks is None and devices is not None)
             points = known_split_points(split_points, source.num_children, num_stages, source.gives_stages)
-            if ranks is None:
-                self.model, parts = source.everything()
-            else:
-                points = points or source.points_by_size(num_stages, order.stage_to_rank)
-                own = ranks.join(order, points, seed, fitted[0])
-                self.model, parts = source.part(own_children(points, source.num_children, own))
-            self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
-            names = [name for name, _ in self.named_parameters()]
-            self._freezing = None if freeze is None else StreamFreezing(freeze, order, seed, names, accumulation)
-            self._assembly = StageAssembly(
-                None if ranks is not None or stages is not None else self.model,
-                parts,
-                schedule=order,
-                devices=fitted,
-                loss_fn=loss_fn,
-                split_points=points,
-                acceleration=self._acceleration,
-                on_engine=self._begin,
-                own_rank=self._ranks.own_rank,
-            )
+            self._assemble(source, ranks, fitted, points, freeze, is_model=stages is None, accelerate=accelerate)
             if ranks is not None:
                 same = [num_microbatches, accumulation, schedule, memory, check_finite, max_grad_norm]
                 ranks.tie_none(source.tied_names(), self.model, same)
+
+    def _assemble(
+        self,
+        source: StageSource,
+        ranks: AsyncRanks | None,
+        devices: list[torch.device],
+        points: list[int] | None,
+        freeze: FreezeConfig | None,
+        *,
+        is_model: bool,
+        accelerate: bool,
+    ) -> None:
+        """The stages that this process has."""
+        order = create_schedule("1f1b", num_ranks=self.num_stages, num_microbatches=self.num_microbatches)
+        if ranks is None:
+            self.model, parts = source.everything()
+        else:
+            points = points or source.points_by_size(self.num_stages, order.stage_to_rank)
+            own = ranks.join(order, points, self._options.seed, devices[0])
+            self.model, parts = source.part(own_children(points, source.num_children, own))
+        self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
+        options = self._options
+        names = [name for name, _ in self.named_parameters()]
+        self._freezing = freeze and StreamFreezing(freeze, order, options.seed, names, options.accumulation)
+        self._assembly = StageAssembly(
+            self.model if ranks is None and is_model else None,
+            parts,
+            schedule=order,
+            devices=devices,
+            loss_fn=self._loss_fn,
+            split_points=points,
+            acceleration=self._acceleration,
+            on_engine=self._begin,
+            own_rank=self._ranks.own_rank,
+        )
 
     # --- training ---------------------------------------------------------------------------------------------
 
