@@ -248,6 +248,25 @@ def test_costs_of_another_form_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert "another model: expected 3 stages, got 2" in refuse(capsys, "--costs", str(path), "--ranks", "3")
 
 
+def test_a_plan_without_a_flush_counts_from_batch_to_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stage 1 takes 60 ms of a micro-batch, 50 with half of its weights frozen; stage 0 stays as it is."""
+    options = ("--ranks", "2", "--microbatches", "4", "--forward-ms", "10,20", "--backward-ms", "20,40")
+    options += ("--frozen-backward-ms", "10,20", "--max-ratio", "0.5", "--goal", "period", "--mode", "lp")
+    found = run_json(capsys, *options)
+    assert {step["name"]: round(step["makespan_s"], 9) for step in found["steps"]} == {
+        "plain": 0.24,
+        "planned": 0.2,
+        "all frozen": 0.16,
+    }
+    assert [round(stage["mean_ratio"], 6) for stage in found["stages"]] == [0.0, 0.5]
+    assert found["plan"]["options"]["goal"] == "period"
+    text = " ".join(run(capsys, *options).split())
+    assert "A batch takes 200.0 ms instead of 240.0, 1.20x as fast" in text
+    assert "Nothing is frozen in stages 0." in text
+    assert "--goal period and --target-ms exclude each other" in refuse(capsys, *options, "--target-ms", "9")
+    assert "--compare and --goal period exclude each other" in refuse(capsys, *options, "--compare")
+
+
 def test_planning_starts_without_torch(tmp_path: Path) -> None:
     """Torch made impossible to import: the commands run all the same."""
     code = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from timelyfreeze import create_schedule, simulate
+from timelyfreeze import AsyncPipeline, FreezeConfig, create_schedule, simulate
 from timelyfreeze.cli.config import TrainConfig
 from timelyfreeze.cli.metrics import StepRow
 from timelyfreeze.cli.options import add_train_parser, train_options
@@ -47,8 +47,27 @@ def test_the_first_snippet_trains():
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def snippet_with(text):
+    (found,) = (snippet for snippet in SNIPPETS if text in snippet)
+    return found
+
+
+def test_the_snippet_of_freezing_without_a_flush_trains(capsys):
+    names = {
+        "AsyncPipeline": AsyncPipeline,
+        "FreezeConfig": FreezeConfig,
+        "torch": torch,
+        "model": nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
+        "loss_fn": nn.functional.mse_loss,
+        "batches": [(torch.randn(16, 4), torch.randn(16, 4)) for _ in range(3)],
+    }
+    exec(snippet_with("pipe = AsyncPipeline("), names)
+    names["pipe"].close()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "None"]
+
+
 def test_planning_needs_no_torch():
-    script = "import sys\nsys.modules['torch'] = None\n" + SNIPPETS[1]
+    script = "import sys\nsys.modules['torch'] = None\n" + snippet_with("from timelyfreeze import ActionCosts")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "638 ms -> 390 ms\n", done.stderr
 

@@ -194,7 +194,9 @@ class AsyncPipeline(ResumableAsyncPipeline):
         self._acceleration = AccelerationSwitch(self.model, enabled=accelerate)
         options = self._options
         names = [name for name, _ in self.named_parameters()]
-        self._freezing = freeze and StreamFreezing(freeze, order, options.seed, names, options.accumulation)
+        self._freezing = (
+            None if freeze is None else StreamFreezing(freeze, order, options.seed, names, options.accumulation)
+        )
         self._assembly = StageAssembly(
             self.model if ranks is None and is_model else None,
             parts,

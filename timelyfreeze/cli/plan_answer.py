@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, floor, isclose
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from timelyfreeze.cli.plan_case import PlanCase
 from timelyfreeze.cli.plan_options import PlanRequest, option_errors
 from timelyfreeze.planner import Plan, choose_microbatches, fewer_microbatches, make_plan, planned_durations
-from timelyfreeze.schedule import Timeline, simulate
+from timelyfreeze.schedule import Action, Timeline, simulate
 
 _LEAST_LIVE = 1e-6  # what rounding leaves of no micro-batch at all
 
@@ -151,6 +152,8 @@ def answer(case: PlanCase, request: PlanRequest) -> PlanAnswer:
     """
     with option_errors("planning"):
         plan = _plan(case, request)
+    if plan.options.goal == "period":
+        return _stream_answer(plan)
     steps = PlainSteps(case)
     own = case.schedule.num_microbatches
     plain = steps.step(own, "plain")
@@ -164,6 +167,24 @@ def answer(case: PlanCase, request: PlanRequest) -> PlanAnswer:
         fewer = steps.step(number, "fewer")
         fewer = fewer if fewer is not None and fewer.num_microbatches < own else None
     return PlanAnswer(plan, plain, planned, fewer, _frozen(plan), steps.time_s(planned.live) if case.is_named else None)
+
+
+def _stream_answer(plan: Plan) -> PlanAnswer:
+    """Without a flush: times from batch to batch, to which smaller batches are in proportion."""
+    num = plan.schedule.num_microbatches
+    live = num - max(total for _, total in stage_ratios(plan))
+
+    def step(name: str, live: float | None, makespan_s: float, ratios: Mapping[Action, float] | None) -> StepTime:
+        idle = None
+        if ratios is not None:
+            durations_s = planned_durations(plan.schedule, plan.costs, ratios).durations_s
+            idle = 1.0 - sum(durations_s.values()) / (makespan_s * plan.schedule.num_ranks)
+        return StepTime(name, num, live, makespan_s, idle)
+
+    plain = step("plain", num, plan.unfrozen_makespan_s, {})
+    planned = step("planned", live, plan.makespan_s, plan.ratios)
+    frozen = step("all frozen", None, plan.frozen_makespan_s, None)
+    return PlanAnswer(plan, plain, planned, None, frozen, plain.makespan_s * live / num if live > _LEAST_LIVE else None)
 
 
 def _plan(case: PlanCase, request: PlanRequest) -> Plan:
@@ -187,6 +208,7 @@ def _plan(case: PlanCase, request: PlanRequest) -> Plan:
         weights=request.weights or None,
         target_makespan_s=None if request.target_ms is None else request.target_ms / 1e3,
         min_live_ratio=request.min_live_ratio,
+        goal=request.goal,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from timelyfreeze.cli.errors import CommandError, user_errors
 from timelyfreeze.cost import ActionCosts
 from timelyfreeze.errors import problem, raise_all
-from timelyfreeze.planner.options import MODES
+from timelyfreeze.planner.options import GOALS, MODES
 from timelyfreeze.schedule import Schedule, schedule_names
 
 STANDARD_OUTPUT = "-"
@@ -111,6 +111,7 @@ class PlanRequest:
         times: of the stages; None where ``costs`` names a file or folder instead.
         transfer_ms: None keeps what ``costs`` says, or 0.
         mode: how to plan; None where it was left out.
+        goal: of the plan.
         max_ratios: one cap, or several for ``compare``.
     """
 
@@ -129,6 +130,7 @@ class PlanRequest:
     live_microbatches: int | None
     min_live_ratio: float
     compare: bool
+    goal: str
     outputs: Outputs = field(default_factory=Outputs)
 
 
@@ -178,6 +180,9 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 def _add_freezing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("freezing")
     group.add_argument("--mode", choices=MODES, help="cut chooses cuts with the ratios (default: cut)")
+    group.add_argument(
+        "--goal", choices=GOALS, default="makespan", help="of a step, or, without a flush, from batch to batch: period"
+    )
     group.add_argument(
         "--max-ratio",
         type=_numbers,
@@ -231,6 +236,7 @@ def read_request(parsed: argparse.Namespace) -> PlanRequest:
         live_microbatches=parsed.live_microbatches,
         min_live_ratio=parsed.min_live_ratio,
         compare=parsed.compare,
+        goal=parsed.goal,
         outputs=outputs,
     )
 
@@ -305,6 +311,9 @@ def _exclusions(parsed: argparse.Namespace) -> list[str]:
         pairs += [("--compare", name) for name in single]
     if parsed.live_microbatches is not None:
         pairs += [("--live-microbatches", name) for name in ("--max-ratio", "--stage-max-ratio", "--target-ms")]
+    if parsed.goal == "period":
+        pairs += [("--goal period", name) for name in ("--target-ms", "--live-microbatches")]
+        pairs += [("--compare", "--goal period")] if parsed.compare else []
     faults = [
         problem(f"{first} and {second} exclude each other", hint="Leave one of them out.")
         for first, second in pairs
@@ -325,7 +334,7 @@ _TIMES = ("--forward-ms", "--backward-ms", "--frozen-backward-ms")
 
 
 def _typed(parsed: argparse.Namespace, name: str) -> Any:
-    return getattr(parsed, name[2:].replace("-", "_"))
+    return getattr(parsed, name[2:].partition(" ")[0].replace("-", "_"))
 
 
 def _is_share(value: float) -> bool:

@@ -90,6 +90,8 @@ def headline(plan: Plan) -> str:
         aim = f"cap {options.max_ratio:g}"
         if options.target_makespan_s is not None:
             aim += f", target {milliseconds(options.target_makespan_s)} ms"
+    if options.goal == "period":
+        aim += ", without a flush: times from batch to batch"
     size = f"{counted(schedule.num_ranks, 'rank')} × {counted(schedule.num_microbatches, 'micro-batch', 'es')}"
     return f"{schedule.name}, {size}{stages}: {mode}, {aim}"
 
@@ -99,6 +101,8 @@ def verdict(answer: PlanAnswer) -> str:
     plan, speed = answer.plan, answer.speed_at_equal_gradients
     if not plan.ratios:
         return "Nothing can be frozen: no backward is shorter with its weights frozen."
+    if plan.options.goal == "period":
+        return _stream_verdict(answer)
     if speed is None and answer.planned.live is not None and answer.planned.live < 1:
         return "Some parameters would see no gradient at all: take a lower --max-ratio."
     if speed is None:
@@ -120,6 +124,19 @@ def verdict(answer: PlanAnswer) -> str:
         f"A smaller batch does better here: a plain step with as many gradients a parameter ({live}) takes "
         f"{milliseconds(answer.equal_time_s)} ms, {1 / speed:.2f}x as fast as the plan. Freezing gains with more "
         "ranks, fewer micro-batches and lower caps."
+    )
+
+
+def _stream_verdict(answer: PlanAnswer) -> str:
+    plan, stages = answer.plan, range(answer.plan.schedule.num_stages)
+    means = [mean for mean, _ in stage_ratios(plan)]
+    whole = [str(stage) for stage in stages if means[stage] <= 0]
+    speed = answer.plain.makespan_s / answer.planned.makespan_s
+    kept = f" Nothing is frozen in stages {', '.join(whole)}." if whole else ""
+    return (
+        f"A batch takes {milliseconds(answer.planned.makespan_s)} ms instead of "
+        f"{milliseconds(answer.plain.makespan_s)}, {speed:.2f}x as fast; the stage that is frozen most sees "
+        f"{number(answer.planned.live)} of {plan.schedule.num_microbatches} micro-batches.{kept}"
     )
 
 

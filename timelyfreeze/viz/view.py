@@ -118,6 +118,8 @@ class View:
 def tracks_of_plan(plan: Plan) -> list[Track]:
     """The step without freezing and the step as planned, both simulated under the true cost model.
 
+    With the goal "period" they are one batch of a stream on its way; the others' actions are left out.
+
     >>> from timelyfreeze.cost import ActionCosts
     >>> from timelyfreeze.planner import make_plan
     >>> from timelyfreeze.schedule import create_schedule
@@ -129,14 +131,20 @@ def tracks_of_plan(plan: Plan) -> list[Track]:
     tracks = []
     for name, ratios in (("plain", {}), ("planned", plan.ratios)):
         planned = planned_durations(plan.schedule, plan.costs, ratios)
-        line = simulate(plan.schedule, planned.durations_s, plan.costs.transfer_s, planned.skipped)
+        if plan.options.goal == "period":
+            one = Plan.of_ratios(plan.schedule, plan.costs, ratios, objective_s=0.0, goal="period", max_ratio=1.0)
+            start_s, name = one.start_s, f"{name}, one batch"
+            end_s = {action: start + planned.durations_s[action] for action, start in start_s.items()}
+        else:
+            line = simulate(plan.schedule, planned.durations_s, plan.costs.transfer_s, planned.skipped)
+            start_s, end_s = line.start_s, line.end_s
         cuts = planned.cuts if ratios else None
         tracks.append(
             Track(
                 name,
                 plan.schedule,
-                line.start_s,
-                line.end_s,
+                start_s,
+                end_s,
                 ratios,
                 cuts,
                 planned.skipped,
