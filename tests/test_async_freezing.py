@@ -50,9 +50,9 @@ def costs_of(schedule, heavy=None):
     )
 
 
-def plan_of(num_stages, max_ratio=0.5, heavy=None, **options):
+def plan_of(num_stages, max_ratio=0.5, heavy=None, mode="lp"):
     schedule = create_schedule("1f1b", num_ranks=num_stages, num_microbatches=MICROBATCHES)
-    return make_plan(schedule, costs_of(schedule, heavy), max_ratio, goal="period", **options)
+    return make_plan(schedule, costs_of(schedule, heavy), max_ratio, mode, goal="period")
 
 
 def plan_with(num_stages, ratio_of, **options):
@@ -92,11 +92,13 @@ def assert_equal(stages, expected):
 
 @pytest.mark.parametrize("schedule", ["paci", "pipedream"])
 @pytest.mark.parametrize("accumulation", [1, 3, 4])
-@pytest.mark.parametrize(("num_stages", "heavy"), [(2, 0), (2, 1), (3, 1)])
-def test_weights_equal_the_reference_with_the_same_masks(num_stages, heavy, accumulation, schedule):
+@pytest.mark.parametrize(("num_stages", "heavy", "mode"), [(2, 0, "lp"), (2, 1, "lp"), (3, 1, "lp"), (3, 1, "cut")])
+def test_weights_equal_the_reference_with_the_same_masks(num_stages, heavy, mode, accumulation, schedule):
     stages, batches = make_stages(num_stages), make_batches()
     before = copy.deepcopy(stages)
-    with make_pipe(stages, plan_of(num_stages, heavy=heavy), accumulation=accumulation, schedule=schedule) as pipe:
+    with make_pipe(
+        stages, plan_of(num_stages, heavy=heavy, mode=mode), accumulation=accumulation, schedule=schedule
+    ) as pipe:
         masks = record_masks(pipe)
         losses = [result.loss for result in pipe.run(batches)]
     slices, stash = slices_of(batches), schedule == "pipedream"
@@ -360,6 +362,8 @@ def test_overlapping_steps_count_for_the_phase_that_they_began_in():
         begun.append(controller.begin_step(trainable))
     actions = controller.report()["actions"]
     controller.close()
+    timed = [mask for mask in begun[: controller.step] if mask.phase == "measure_upper"][config.settle_steps :]
+    assert actions["1B0"]["upper"]["num_samples"] == len(timed) == 4
     assert actions["1B0"]["upper"]["median_s"] == 3.0
     assert actions["1B0"]["upper"]["spread_s"] == 0.0
     assert actions["1B1"]["lower"]["median_s"] == 2.0
