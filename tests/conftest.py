@@ -1,8 +1,14 @@
 """What holds for every test: one thread, since stages are the unit of parallelism and two tests run side by side."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+# torch looks up the name of every peer that connects to a store, 127.0.0.1 too, and holds up the store meanwhile: 5 s
+# or 10 s where a name server's answer is lost. No test needs a name server; this is inherited by ranks' processes.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 torch.set_num_threads(1)
 # The same examples everywhere and no deadline on a busy machine; `--hypothesis-profile=random` looks for new ones.
