@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.forked_ranks import event, note
 from tests.pipelines import costs_of
 from timelyfreeze import FreezeConfig, FreezingPipeline, create_schedule, make_plan
 from timelyfreeze.distributed import load_checkpoint, save_checkpoint
@@ -313,114 +312,50 @@ def _resources():
 # --- odd moments ----------------------------------------------------------------------------------------------------
 
 
-def meet_oddly(rank, num_ranks):
-    """A rank that hears of a failure between calls; a hang that outlives a failure; a checkpoint at once after one."""
+def meet_late(rank, num_ranks):
+    """A rank that hears of a failure between two calls; a checkpoint as the first call after a failure."""
     group = dist.group.WORLD
     found = {}
     store = dist.distributed_c10d._get_default_store()
     with make_pipe(group) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
         losses = train(pipe, optimizer, [0])
-
-        # Rank 1 fails in its next call while rank 2 is not in any.
         if rank == 2:
             store.wait(["failed"])
         found["late"] = caught(lambda: _wrong_arguments(pipe, rank, 1, 1))
         if rank == 1:
             store.set("failed", "")
         losses += train(pipe, optimizer, [1])
-
-        # Rank 0's stage does not come back from a step in which rank 2 has failed.
-        release = threading.Event()
-        if rank == 0:
-            own_stages(pipe)[0].arm("F", lambda value: (release.wait(60), value)[1], count=3)
-        if rank == 2:
-            own_stages(pipe)[0].arm("F", boom, count=1)
-        found["failed"] = caught(lambda: train(pipe, optimizer, [2]))
-        found["still running"] = caught(lambda: train(pipe, optimizer, [2]))
-        release.set()
-        losses += train(pipe, optimizer, [2])
-
-        # A checkpoint is the first that all do after a failure.
         found["boom"] = caught(lambda: FAULTS["raise in F"](pipe, rank, 1, 3))
         with tempfile.TemporaryDirectory() as folder:
             path = [folder]
             dist.broadcast_object_list(path, src=0)
             save_checkpoint(path[0], pipe, optimizer)
-            losses += train(pipe, optimizer, [3])
+            losses += train(pipe, optimizer, [2])
             load_checkpoint(path[0], pipe, optimizer)
-            again = train(pipe, optimizer, [3])
+            again = train(pipe, optimizer, [2])
             dist.barrier()
-    with make_pipe(group) as pipe:
-        same = train(pipe, torch.optim.Adam(pipe.parameters(), lr=0.01), range(4))
-    return {"errors": found, "losses": losses, "undisturbed": same, "again": again}
+    return {"errors": found, "losses": losses, "undisturbed": _undisturbed(3), "again": again}
 
 
-# --- ranks that are lost --------------------------------------------------------------------------------------------
-
-NUM_STEPS = 6
-LOSING_STEP = 3
-LOSS_TIMEOUT_S = 4.0  # for the losing step alone: what can be slow, and has to succeed, is done by then
-
-
-def _stop(value):
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return value
-
-
-def _kill(*value, **options):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-LOSSES = {"killed": ("F", _kill), "killed in backward": ("B", _kill), "stopped": ("F", _stop), "hangs": ("F", hang)}
-
-
-def shorten(pipe, timeout_s):
-    """From now on nothing takes longer than this; ranks begin at once, so that none is blamed for coming late."""
-    dist.barrier()
-    pipe._timeout_s = pipe._ranks._timeout_s = timeout_s
-
-
-def lose_a_rank(rank, num_ranks, folder, how, victim, schedule="1f1b", frozen=False):
-    """Training with a checkpoint every second step, until the victim is lost; the others leave what they got."""
-    with make_pipe(dist.group.WORLD, schedule, frozen) as pipe:
+def outlive_a_hang(rank, num_ranks):
+    """Rank 0's stage does not come back from a step in which rank 2 has failed, nor from the next one."""
+    found = {}
+    release = threading.Event()
+    with make_pipe(dist.group.WORLD) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
-        for step in range(NUM_STEPS):
-            if step == LOSING_STEP:
-                shorten(pipe, LOSS_TIMEOUT_S)
-            if step == LOSING_STEP and rank == victim:
-                if how == "exits":
-                    os._exit(7)  # as in an optimizer
-                elif how == "leaves":
-                    raise SystemExit(7)
-                elif how == "closes":
-                    pipe.close()
-                    event("closed")
-                elif how == "killed while connecting":
-                    dist.distributed_c10d._new_process_group_helper = _kill
-                elif how in LOSSES:
-                    own_stages(pipe)[0].arm(*LOSSES[how])
-            if step == LOSING_STEP and how == "killed while connecting":
-                caught(lambda s=step: _wrong_arguments(pipe, rank, 0, s))
-            found = caught(lambda s=step: note(train(pipe, optimizer, [s])))
-            if found["type"]:
-                note(found)
-                raise SystemExit(3)
-            if step % 2 == 0:
-                save_checkpoint(folder, pipe, optimizer)
+        losses = train(pipe, optimizer, [0])
+        if rank == 0:
+            own_stages(pipe)[0].arm("F", lambda value: (release.wait(TIMEOUT_S), value)[1], count=3)
+        if rank == 2:
+            own_stages(pipe)[0].arm("F", boom, count=1)
+        found["failed"] = caught(lambda: train(pipe, optimizer, [1]))
+        found["still running"] = caught(lambda: train(pipe, optimizer, [1]))
+        release.set()
+        losses += train(pipe, optimizer, [1])
+    return {"errors": found, "losses": losses, "undisturbed": _undisturbed(2)}
 
 
-def resume(rank, num_ranks, cases):
-    """From the last checkpoint of each ``(folder, schedule, frozen)``: losses from then on, and undisturbed ones."""
-    found = []
-    for folder, schedule, frozen in cases:
-        with make_pipe(dist.group.WORLD, schedule, frozen, seed=0) as pipe:
-            optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
-            load_checkpoint(folder, pipe, optimizer)
-            first = pipe.freeze_state_dict()["step"]
-            losses = train(pipe, optimizer, range(first, NUM_STEPS))
-            held = weights(pipe)
-        with make_pipe(dist.group.WORLD, schedule, frozen, seed=0) as pipe:
-            same = train(pipe, torch.optim.Adam(pipe.parameters(), lr=0.01), range(NUM_STEPS))
-            found.append({"first": first, "losses": losses, "undisturbed": same, "weights": held == weights(pipe)})
-    return found
+def _undisturbed(num_steps):
+    with make_pipe(dist.group.WORLD) as pipe:
+        return train(pipe, torch.optim.Adam(pipe.parameters(), lr=0.01), range(num_steps))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tests.processes import free_port
 
-_PRELOADED = ["tests.faulty_ranks", "torch._dynamo", "torch.distributed.checkpoint"]
+_PRELOADED = ["tests.lost_ranks", "torch._dynamo", "torch.distributed.checkpoint"]
 _own_end: Any = None  # in a rank: its connection to the test
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.faulty_ranks import FAULTS, TIMEOUT_S, batch, caught, make_pipe, own_stages, train
+from tests.faulty_ranks import FAULTS, TIMEOUT_S, batch, caught, hang, make_pipe, own_stages, train
+from tests.lost_ranks import LOSS_TIMEOUT_S, shorten
 from timelyfreeze import FreezingPipeline
 
 # --- values -------------------------------------------------------------------------------------------------------
@@ -175,11 +176,11 @@ def exit_without_closing(rank, num_ranks):
 
 
 def step_too_long(rank, num_ranks):
-    """A step that takes longer than it may: which rank kept the others waiting."""
-    with make_pipe(dist.group.WORLD, timeout_s=1.0) as pipe:
-        event = threading.Event()
+    """A step that takes longer than it may: which rank kept the others waiting. That one itself would wait longer."""
+    with make_pipe(dist.group.WORLD) as pipe:
         if rank == 1:
-            own_stages(pipe)[0].arm("F", lambda value: (event.wait(3.0), value)[1])
+            own_stages(pipe)[0].arm("F", hang)
+        shorten(pipe, TIMEOUT_S if rank == 1 else LOSS_TIMEOUT_S)
         return caught(lambda: train(pipe, torch.optim.SGD(pipe.parameters()), [0]))
 
 

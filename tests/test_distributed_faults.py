@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tests import faulty_ranks as ranks
+from tests import lost_ranks
 from tests.forked_ranks import launch, results, shown
 
 SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zbv", "zb_h1", "dualpipev"]
@@ -91,25 +92,31 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_made_on_none():
         assert files_after - files < 8, answer
 
 
-@pytest.mark.long  # the limits are in seconds, and ranks that wait for a processor are late
-def test_failures_at_odd_moments():
-    for rank, answer in enumerate(results(launch(3, ranks.meet_oddly))):
+def test_failures_between_calls():
+    for rank, answer in enumerate(results(launch(3, ranks.meet_late))):
         errors = answer["errors"]
         assert errors["late"]["type"] == ("ValueError" if rank == 1 else "StageError")
         assert "not both" in errors["late"]["text"]
-        assert (errors["failed"]["type"], errors["failed"]["rank"]) == ("StageError", 2)
-        assert errors["still running"]["type"] == ("RuntimeError" if rank == 0 else "StageError")
-        assert "a stage still runs user code" in errors["still running"]["text"]
         assert errors["boom"]["rank"] == 1
         assert answer["losses"] == answer["undisturbed"]
         assert answer["again"] == answer["losses"][-1:]
+
+
+@pytest.mark.long  # user code that does not come back is waited for twice, 5 s each time
+def test_a_stage_that_outlives_its_step():
+    for rank, answer in enumerate(results(launch(3, ranks.outlive_a_hang))):
+        errors = answer["errors"]
+        assert (errors["failed"]["type"], errors["failed"]["rank"]) == ("StageError", 2)
+        assert errors["still running"]["type"] == ("RuntimeError" if rank == 0 else "StageError")
+        assert "a stage still runs user code" in errors["still running"]["text"]
+        assert answer["losses"] == answer["undisturbed"]
 
 
 def lose(folder, how, victim, schedule="1f1b", frozen=False, agent_store=True):
     """The others' errors all name the victim, and end them."""
     ended = launch(
         3,
-        ranks.lose_a_rank,
+        lost_ranks.lose_a_rank,
         str(folder),
         how,
         victim,
@@ -117,7 +124,6 @@ def lose(folder, how, victim, schedule="1f1b", frozen=False, agent_store=True):
         frozen,
         agent_store=agent_store,
         gone=(victim,) if how == "stopped" else (),
-        on_event={"closed": lambda started, rank: None},
     )
     for rank, one in enumerate(ended):
         if rank == victim and how != "hangs":
@@ -126,28 +132,38 @@ def lose(folder, how, victim, schedule="1f1b", frozen=False, agent_store=True):
         assert isinstance(found, dict), shown(ended)
         assert (found["type"], found["rank"]) == ("TransportError", victim), shown(ended)
         assert one.exitcode == 3, shown(ended)
-        assert len(one.notes) == ranks.LOSING_STEP + 1, shown(ended)
+        assert len(one.notes) == lost_ranks.LOSING_STEP + 1, shown(ended)
 
 
 def check_resumed(cases):
-    for answer in results(launch(3, ranks.resume, cases)):
+    for answer in results(launch(3, lost_ranks.resume, cases)):
         for found in answer:
-            assert found["first"] >= ranks.LOSING_STEP  # at most the steps since the last checkpoint are lost
+            assert found["first"] >= lost_ranks.LOSING_STEP  # at most the steps since the last checkpoint are lost
             assert found["losses"] == found["undisturbed"][found["first"] :]
             assert found["weights"]
 
 
-@pytest.mark.long  # as above
-def test_a_rank_that_is_lost_is_named_on_all_others_and_the_last_checkpoint_goes_on(tmp_path):
-    cases = [
-        ("killed", 1, "1f1b", False, True),
-        ("killed", 0, "gpipe", False, False),  # it hosts the store
-        ("stopped", 2, "zbv", True, True),
-        ("exits", 0, "interleaved_1f1b", True, True),
-        ("leaves", 1, "1f1b", False, True),
-        ("killed while connecting", 1, "1f1b", False, True),
-        ("hangs", 2, "1f1b", False, True),
-    ]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [
+            ("killed", 1, "1f1b", False, True),
+            ("killed", 0, "gpipe", False, False),  # it hosts the store
+            ("exits", 0, "interleaved_1f1b", True, True),
+            ("leaves", 1, "1f1b", False, True),
+        ],
+        pytest.param(
+            [
+                ("stopped", 2, "zbv", True, True),
+                ("killed while connecting", 1, "1f1b", False, True),
+                ("hangs", 2, "1f1b", False, True),
+            ],
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["gone", "silent"],  # a rank that is silent is known when the time is over
+)
+def test_a_rank_that_is_lost_is_named_on_all_others_and_the_last_checkpoint_goes_on(tmp_path, cases):
     for number, (how, victim, schedule, frozen, agent_store) in enumerate(cases):
         lose(tmp_path / str(number), how, victim, schedule, frozen, agent_store)
     check_resumed([(str(tmp_path / str(number)), case[2], case[3]) for number, case in enumerate(cases)])

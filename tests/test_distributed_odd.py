@@ -40,7 +40,6 @@ def test_an_interpreter_may_end_without_closing():
     assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.long  # the limit is in seconds, and ranks that wait for a processor are late
 def test_a_step_that_takes_too_long_names_the_rank_that_works():
     for found in results(launch(3, ranks.step_too_long)):
         assert (found["type"], found["rank"]) == ("TransportError", 1)
