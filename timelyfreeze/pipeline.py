@@ -362,6 +362,12 @@ class FreezingPipeline(ResumablePipeline):
         with self._calling(self._step_index):
             return self._ranks.gather(value)
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[Callable[[bytes], list[bytes]]]:
+        """A call like ``step`` around ``what`` all ranks do together; gives what tells everyone's bytes to all."""
+        with self._calling(self._step_index), self._ranks.together(what, self._step_index) as exchange:
+            yield exchange
+
     def close(self) -> None:
         """Let the workers go. Calling it twice is harmless."""
         self._closed = True

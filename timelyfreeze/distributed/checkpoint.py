@@ -22,7 +22,7 @@ import torch
 
 from timelyfreeze.distributed import checkpoint_folder as folders
 from timelyfreeze.distributed.checkpoint_load import Loading
-from timelyfreeze.distributed.checkpoint_ranks import CheckpointError, Ranks
+from timelyfreeze.distributed.checkpoint_ranks import CheckpointError, Ranks, ranks_of
 from timelyfreeze.distributed.checkpoint_storage import SavedValues, write_values
 from timelyfreeze.distributed.checkpoint_values import CheckpointedPipeline, collect
 from timelyfreeze.errors import PlanError, problem, raise_all
@@ -67,6 +67,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, whichever failed (full disk, a value that could not be loaded again, another
             step than on rank 0); there is no new checkpoint then.
+        TransportError: a rank is lost, or keeps the others waiting for the pipeline's ``timeout_s``: for its files to
+            be written, say. The checkpoints before are whole; the new one may be there or not.
 
     Example::
 
@@ -74,31 +76,8 @@ def save_checkpoint(
         ...
         extra = load_checkpoint("run/checkpoints", pipe, optimizer)
     """
-    root = Path(path)
-    ranks = Ranks(pipe.process_group)
-    what = "cannot save a checkpoint"
-    freeze_state, values = ranks.agree(what, lambda: _what_to_save(pipe, optimizer, extra, keep_last))
-    step = _common_step(ranks, int(freeze_state["step"]))
-    temporary = ""
-    try:
-        temporary, sequence = ranks.first(what, lambda: folders.begin_folder(root, step))
-        ranks.agree(what, lambda: _check_shared(root / temporary))
-        write_values(root / temporary, values, ranks)
-        saved = folders.SavedState(
-            folders.save_id_of(temporary), sequence, step, ranks.size, freeze_state, dict(extra or {})
-        )
-
-        def publish() -> str:
-            saved.write(root / temporary)
-            return folders.publish_folder(root, temporary, step)
-
-        name = ranks.first(what, publish)
-    except BaseException:
-        if ranks.rank == 0 and temporary:
-            folders.discard(root / temporary)
-        raise
-    ranks.first("cannot remove old checkpoints", lambda: folders.prune(root, keep_last, name))
-    return root / name
+    with ranks_of(pipe, "save_checkpoint") as ranks:
+        return _save(ranks, Path(path), pipe, optimizer, extra, keep_last)
 
 
 def load_checkpoint(
@@ -134,29 +113,8 @@ def load_checkpoint(
         extra = load_checkpoint("run/checkpoints", pipe, optimizer)
         scheduler.load_state_dict(extra["schedule"])
     """
-    root = Path(path)
-    ranks = Ranks(pipe.process_group)
-    what = f"cannot load the checkpoint '{root}'"
-    name = ranks.first(what, lambda: str(folders.find_checkpoint(root).relative_to(root)))
-    ranks.agree(what, lambda: _check_choice(freeze_state))
-    state, saved = ranks.agree(what, lambda: (folders.SavedState.read(root / name), SavedValues(root / name)))
-    if len(set(ranks.share(what, lambda: state.save_id))) > 1:
-        raise CheckpointError(problem(what, expected="the same files on all ranks", hint="Use a shared file system."))
-    before = ranks.agree(what, pipe.freeze_state_dict)
-    try:
-        _take_over_freezing(ranks, pipe, before, state, freeze_state)
-        loading = ranks.agree(what, lambda: Loading(pipe, optimizer, saved))
-        loading.check(ranks, what)
-    except CheckpointError:  # on all ranks
-        ranks.agree("cannot undo what was loaded", lambda: pipe.load_freeze_state_dict(before))
-        raise
-    try:
-        loading.read_tensors(ranks)
-        ranks.agree(what, loading.apply)
-    except CheckpointError as error:
-        hint = "Part of the model or optimizer may be loaded already: load another checkpoint before going on."
-        raise CheckpointError(f"{error} {hint}") from error
-    return state.extra
+    with ranks_of(pipe, "load_checkpoint") as ranks:
+        return _load(ranks, Path(path), pipe, optimizer, freeze_state)
 
 
 def latest_checkpoint(path: str | PathLike[str]) -> Path | None:
@@ -195,6 +153,69 @@ def export_state_dict(path: str | PathLike[str]) -> dict[str, torch.Tensor]:
     alone.agree(what, lambda: raise_all(CheckpointError, saved.cut_files(values)))
     saved.read(values, alone)
     return {saved_path[1]: value for saved_path, value in values.items()}
+
+
+def _save(
+    ranks: Ranks,
+    root: Path,
+    pipe: CheckpointedPipeline,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    keep_last: int,
+) -> Path:
+    what = "cannot save a checkpoint"
+    freeze_state, values = ranks.agree(what, lambda: _what_to_save(pipe, optimizer, extra, keep_last))
+    step = _common_step(ranks, int(freeze_state["step"]))
+    temporary = ""
+    try:
+        temporary, sequence = ranks.first(what, lambda: folders.begin_folder(root, step))
+        ranks.agree(what, lambda: _check_shared(root / temporary))
+        write_values(root / temporary, values, ranks)
+        saved = folders.SavedState(
+            folders.save_id_of(temporary), sequence, step, ranks.size, freeze_state, dict(extra or {})
+        )
+
+        def publish() -> str:
+            saved.write(root / temporary)
+            return folders.publish_folder(root, temporary, step)
+
+        name = ranks.first(what, publish)
+    except BaseException:
+        if ranks.rank == 0 and temporary:
+            folders.discard(root / temporary)
+        raise
+    ranks.first("cannot remove old checkpoints", lambda: folders.prune(root, keep_last, name))
+    return root / name
+
+
+def _load(
+    ranks: Ranks,
+    root: Path,
+    pipe: CheckpointedPipeline,
+    optimizer: torch.optim.Optimizer | None,
+    freeze_state: FreezeStateChoice,
+) -> dict[str, Any]:
+    what = f"cannot load the checkpoint '{root}'"
+    name = ranks.first(what, lambda: str(folders.find_checkpoint(root).relative_to(root)))
+    ranks.agree(what, lambda: _check_choice(freeze_state))
+    state, saved = ranks.agree(what, lambda: (folders.SavedState.read(root / name), SavedValues(root / name)))
+    if len(set(ranks.share(what, lambda: state.save_id))) > 1:
+        raise CheckpointError(problem(what, expected="the same files on all ranks", hint="Use a shared file system."))
+    before = ranks.agree(what, pipe.freeze_state_dict)
+    try:
+        _take_over_freezing(ranks, pipe, before, state, freeze_state)
+        loading = ranks.agree(what, lambda: Loading(pipe, optimizer, saved))
+        loading.check(ranks, what)
+    except CheckpointError:  # on all ranks
+        ranks.agree("cannot undo what was loaded", lambda: pipe.load_freeze_state_dict(before))
+        raise
+    try:
+        loading.read_tensors(ranks)
+        ranks.agree(what, loading.apply)
+    except CheckpointError as error:
+        hint = "Part of the model or optimizer may be loaded already: load another checkpoint before going on."
+        raise CheckpointError(f"{error} {hint}") from error
+    return state.extra
 
 
 def _what_to_save(
@@ -268,7 +289,7 @@ def _take_over_freezing(
             warnings.warn(
                 "the saved freezing state does not fit this pipeline; going on with the step count alone, times will "
                 f"be measured again ({text})",
-                stacklevel=6,
+                stacklevel=9,  # who called load_checkpoint
             )
         # The pipeline's own state, which always fits, at the saved step.
         pipe.load_freeze_state_dict({**before, "step": saved.step})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from timelyfreeze.errors import TimelyFreezeError
 
 T = TypeVar("T")
+Exchange = Callable[[bytes], list[bytes]]
 
 
 class CheckpointError(TimelyFreezeError):
@@ -32,10 +34,14 @@ class Ranks:
 
     Args:
         group: a ``torch.distributed`` group; None: this process alone, whether or not torch.distributed is in use.
+        exchange: everyone's bytes, by rank in ``group``, instead of that group's collectives. It ends where a rank is
+            lost or stopped, so that KeyboardInterrupt and its like need not be sent as an answer.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self.group = group
+    def __init__(self, group: Any = None, exchange: Exchange | None = None) -> None:
+        self._group = group
+        self._exchange = exchange
+        self._answered = BaseException if exchange is None else Exception
         self.rank: int = 0 if group is None else dist.get_rank(group)
         self.size: int = 1 if group is None else dist.get_world_size(group)
 
@@ -44,7 +50,7 @@ class Ranks:
 
         Raises CheckpointError on all ranks if it raises on any.
         """
-        value, error = _attempt(work)
+        value, error = self._attempt(work)
         answers = self._gather((None if error is None else describe(error), value))
         _raise_together(what, [text for text, _ in answers], error)
         return [value for _, value in answers]
@@ -61,34 +67,42 @@ class Ranks:
         result: T = answers[0]
         return result
 
+    def _attempt(self, work: Callable[[], T]) -> tuple[Any, BaseException | None]:
+        try:
+            return work(), None
+        except self._answered as error:  # the other ranks wait for an answer
+            return None, error
+
     def _gather(self, value: T) -> list[T]:
-        if self.group is None:
+        if self._group is None:
             return [value]
+        if self._exchange is not None:
+            own = zlib.compress(pickle.dumps(value), level=1)  # plans of what to write where, many of them much alike
+            return [pickle.loads(zlib.decompress(one)) for one in self._exchange(own)]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
+        dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
 
 @contextmanager
-def unwrapped(what: str) -> Iterator[None]:
-    """Around a call of torch.distributed.checkpoint: its exception, the same on all ranks, as a CheckpointError."""
-    try:
-        yield
-    except CheckpointException as error:  # no Exception, but a BaseException
-        failures = {rank: describe(failure) for rank, (failure, _) in error.failures.items()}
-        raise CheckpointError(_message(what, failures)) from next(f for f, _ in error.failures.values())
+def ranks_of(pipe: Any, call: str) -> Iterator[Ranks]:
+    """The ranks of a pipeline, for one call that all of them make.
 
-
-@contextmanager
-def as_text() -> Iterator[None]:
-    """Inside a call of torch.distributed.checkpoint: exceptions go to other ranks as text.
-
-    It pickles them. One that cannot be pickled would leave the other ranks waiting.
+    Where the pipeline has ``together``, as ``FreezingPipeline`` has, it watches over them: a rank that is lost, stopped
+    or in another call ends this one as it would end a step.
     """
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(describe(error)) from error
+    together = getattr(pipe, "together", None)
+    if together is None:
+        yield Ranks(pipe.process_group)
+        return
+    alike: CheckpointError | None = None
+    with together(call) as exchange:
+        try:
+            yield Ranks(pipe.process_group, exchange)
+        except CheckpointError as error:  # on all ranks, and nothing is on its way: no failure of the pipeline's
+            alike = error
+    if alike is not None:
+        raise alike
 
 
 def describe(error: BaseException) -> str:
@@ -98,13 +112,6 @@ def describe(error: BaseException) -> str:
     'OSError: [Errno 28] No space left on device'
     """
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _attempt(work: Callable[[], T]) -> tuple[Any, BaseException | None]:
-    try:
-        return work(), None
-    except BaseException as error:  # KeyboardInterrupt too: the other ranks wait for an answer
-        return None, error
 
 
 def _raise_together(what: str, texts: list[str | None], own: BaseException | None) -> None:

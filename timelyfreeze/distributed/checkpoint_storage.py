@@ -12,32 +12,51 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from timelyfreeze.distributed.checkpoint_folder import METADATA_FILE
-from timelyfreeze.distributed.checkpoint_ranks import CheckpointError, Ranks, as_text, unwrapped
+from timelyfreeze.distributed.checkpoint_ranks import CheckpointError, Ranks
 from timelyfreeze.distributed.checkpoint_values import Path, key_of
 from timelyfreeze.errors import problem, raise_all
 from timelyfreeze.files import sync_folder
 
 
 def write_values(folder: FilePath, values: Mapping[Path, Any], ranks: Ranks) -> None:
-    """Write all ranks' values into the folder, fsynced; CheckpointError on all ranks if one of them fails."""
-    with unwrapped("cannot write the checkpoint"), _quiet():
-        save(
-            {key_of(path): value for path, value in values.items()},
-            storage_writer=_Writer(folder, overwrite=False),
-            planner=_SavePlanner({key_of(path): path for path in values}),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
+    """Write all ranks' values into the folder, fsynced; CheckpointError on all ranks if one of them fails.
+
+    These are the steps of DCP's own ``save``. Its collectives could not be given up where a rank is lost, and leave the
+    others waiting where a rank's exception cannot be pickled.
+    """
+    what = "cannot write the checkpoint"
+    writer = _Writer(folder, overwrite=False)
+    planner = _SavePlanner({key_of(path): path for path in values})
+    is_first = ranks.rank == 0
+    metadata: list[Metadata] = []  # on the first rank alone
+
+    def plan() -> SavePlan:
+        planner.set_up_planner({key_of(path): value for path, value in values.items()}, writer.storage_meta(), is_first)
+        writer.set_up_storage_writer(is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> list[SavePlan]:
+        every, described = planner.create_global_plan(plans)
+        metadata.append(described)
+        return writer.prepare_global_plan(every)
+
+    def write() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(final[ranks.rank]), planner).wait()
+
+    plans = ranks.share(what, plan)
+    final = ranks.first(what, plan_all)
+    results = ranks.share(what, write)
+    ranks.first(what, lambda: writer.finish(metadata[0], results))
 
 
 # All that the metadata of write_values name. Anything else that a pickle can call is not looked up, let alone called.
@@ -109,14 +128,12 @@ class SavedValues:
     def read(self, values: dict[Path, Any], ranks: Ranks) -> None:
         """Read each rank's ``values``: into a tensor that is there, and in place of anything else."""
         flat = {key_of(path): value for path, value in values.items()}
-        with unwrapped("cannot read the checkpoint"), _quiet():
-            load(
-                flat,
-                storage_reader=_Reader(self._folder, self._metadata),
-                planner=_LoadPlanner(),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
+
+        def read() -> None:  # what each rank reads depends on no other
+            with _unwrapped():
+                load(flat, storage_reader=_Reader(self._folder, self._metadata), planner=_LoadPlanner(), no_dist=True)
+
+        ranks.agree("cannot read the checkpoint", read)
         values.update((path, flat[key_of(path)]) for path in values)
 
 
@@ -135,9 +152,8 @@ class _SavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        with as_text():
-            _check_alike(all_plans)
-            return super().create_global_plan(all_plans)
+        _check_alike(all_plans)
+        return super().create_global_plan(all_plans)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -154,14 +170,9 @@ class _Writer(FileSystemWriter):
     """One file a rank, fsynced with its folder. With more threads DCP would lose a thread's exception."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with as_text():
-            written = super().write_data(plan, planner)
-            sync_folder(str(self.path))
-            return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with as_text():
-            super().finish(metadata, results)
+        written = super().write_data(plan, planner)
+        sync_folder(str(self.path))
+        return written
 
 
 class _Reader(FileSystemReader):
@@ -187,10 +198,6 @@ class _Reader(FileSystemReader):
             raise CheckpointError(problem("damaged checkpoint", got=error, where=file)) from error
         item.seek(0)
         return item
-
-    def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        with as_text():
-            return super().read_data(plan, planner)
 
 
 def _check_alike(plans: Sequence[SavePlan]) -> None:
@@ -219,8 +226,12 @@ def _kind_of(item: WriteItem) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that no group is used, where none is meant to be."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _unwrapped() -> Iterator[None]:
+    """Around a load of one process: what was raised inside, and no warning that no group is used."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:  # no Exception, but a BaseException
+        (failure, _) = next(iter(error.failures.values()))
+        raise failure from None

@@ -32,6 +32,16 @@ def pack_opening(own: Opening) -> dict[str, Any]:
     }
 
 
+def check_same_call(calls: Sequence[str]) -> None:
+    """DisagreementError where ranks have told of different calls."""
+    different = sorted(set(calls))
+    if len(different) > 1:
+        hint = "Make the same calls on every rank, also where a rank has nothing to bring."
+        raise DisagreementError(
+            problem("the ranks", expected="one and the same call", got=" and ".join(different), hint=hint)
+        )
+
+
 def merge_openings(own: Opening, replicas: Sequence[Sequence[Mapping[str, Any]]], replica: int) -> Opening:
     """What all know at the begin of a step.
 
@@ -43,12 +53,7 @@ def merge_openings(own: Opening, replicas: Sequence[Sequence[Mapping[str, Any]]]
         DisagreementError: the ranks are in different calls or steps, or were given batches that do not fit.
     """
     every = [one for ranks in replicas for one in ranks]
-    calls = sorted({f"{one['call']} in step {one['step']}" for one in every})
-    if len(calls) > 1:
-        hint = "Make the same calls on every rank, also where a rank has nothing to bring."
-        raise DisagreementError(
-            problem("the ranks", expected="one and the same call", got=" and ".join(calls), hint=hint)
-        )
+    check_same_call([f"{one['call']} in step {one['step']}" for one in every])
     batches = [_samples_of(ranks) for ranks in replicas]
     if len({len(batch) for batch in batches}) > 1:
         counts = [len(batch) for batch in batches]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from timelyfreeze.distributed.failure import Failure
 from timelyfreeze.distributed.groups import Groups, Place, default_store, find_place, make_groups, next_name, store_host
 from timelyfreeze.distributed.messages import (
     DisagreementError,
+    check_same_call,
     merge_closings,
     merge_openings,
     pack_closing,
@@ -27,13 +27,19 @@ from timelyfreeze.distributed.messages import (
 )
 from timelyfreeze.distributed.monitor import FailureMonitor
 from timelyfreeze.distributed.planning import SharedPlanner
-from timelyfreeze.distributed.replicas import flags_of, layout_of, make_replicas_equal, reduce_over_replicas
+from timelyfreeze.distributed.replicas import (
+    flags_of,
+    layout_of,
+    make_replicas_equal,
+    reduce_over_replicas,
+    show_overflow,
+)
 from timelyfreeze.distributed.sharding import ShardedStages
 from timelyfreeze.distributed.ties import RemoteTies
 from timelyfreeze.errors import StageError, problem
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.ranks import Closing, Flags, Opening
-from timelyfreeze.runtime.values import encode, own_part, spec_from_bytes
+from timelyfreeze.runtime.values import encode, spec_from_bytes
 from timelyfreeze.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -69,6 +75,7 @@ class ProcessRanks:
         self._device = torch.device("cpu")
         self._is_stale = False
         self._is_waiting = False
+        self._works_alone = False
         self._own_stages: list[int] = []
         self._final: BaseException | None = None
         self._epoch = 0
@@ -195,7 +202,7 @@ class ProcessRanks:
             raise self._final
         self._num_calls += 1
         self._in_call = "its construction" if step is None else f"step {step}"
-        self._began_s, self._is_waiting = time.monotonic(), False
+        self._began_s, self._is_waiting, self._works_alone = time.monotonic(), False, False
         try:
             if self._is_stale:
                 self._renew()
@@ -252,7 +259,8 @@ class ProcessRanks:
         replicas = self._by_replica(self._gather(pack_closing(own, ids[self.own_rank])))
         closed = merge_closings(own, replicas, self._place.replica, ids, self._schedule)
         if closed.overflow and not own.overflow:
-            self._overflow()
+            assert self._engine is not None
+            show_overflow(self._engine)
         return closed
 
     def commit(self, scale: float, factors: list[list[float]] | None) -> None:
@@ -274,6 +282,13 @@ class ProcessRanks:
 
     def gather(self, own: Any) -> list[Any]:
         return self._gather(own)
+
+    @contextmanager
+    def together(self, what: str, step: int) -> Iterator[Callable[[bytes], list[bytes]]]:
+        self._in_call = what
+        check_same_call([one["call"] for one in self._gather({"call": what, "step": step})])
+        self._works_alone = True
+        yield self._exchange
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         return self._ties is not None and self._ties.is_copy(parameter)
@@ -367,7 +382,7 @@ class ProcessRanks:
         call, engine = self._in_call, self._engine
         if call is None:
             return f"between calls for {since_s:.1f} s"
-        if engine is None and not self._is_waiting:
+        if (engine is None or self._works_alone) and not self._is_waiting:
             return f"running {call} for {since_s:.1f} s"
         action = None if engine is None else engine.runtime.running_action
         if action is None:
@@ -377,11 +392,12 @@ class ProcessRanks:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _gather(self, own: Any) -> list[Any]:
+        return [json.loads(one) for one in self._exchange(json.dumps(own).encode())]
+
+    def _exchange(self, own: bytes) -> list[bytes]:
         assert self._engine is not None
-        text = json.dumps(own).encode()
         with self._waiting():
-            every = self._engine.runtime.exchange(text, self._timeout_s)
-        return [json.loads(one) for one in every]
+            return self._engine.runtime.exchange(own, self._timeout_s)
 
     def _transfer(self, parcels: Sequence[Any], sources: Sequence[int]) -> list[Any]:
         """Tensors to and from other ranks of this replica: (rank, tensors, bytes)."""
@@ -409,15 +425,3 @@ class ProcessRanks:
         for index, action in enumerate(own.times.actions):
             ids[self._schedule.stage_to_rank[action.stage]].append(index)
         return ids
-
-    def _overflow(self) -> None:
-        """Gradients of another rank are not finite: make this rank's ``GradScaler`` see it as well."""
-        assert self._engine is not None
-        used = itertools.chain(*self._engine.ties.stage_parameters, self._engine.loss_parameters)
-        for parameter in used:
-            if parameter.grad is None:
-                continue
-            grad = own_part(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
-            if grad.numel() > 0:
-                grad[(0,) * grad.dim()] = torch.inf
-                return

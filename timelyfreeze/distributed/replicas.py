@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from time import monotonic
@@ -15,7 +16,7 @@ from timelyfreeze.distributed.monitor import FailureMonitor
 from timelyfreeze.errors import problem
 from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.ranks import Flags
-from timelyfreeze.runtime.values import is_sharded
+from timelyfreeze.runtime.values import is_sharded, own_part
 
 # As torch's DistributedDataParallel has it.
 BUCKET_BYTES = 25 * 2**20
@@ -153,3 +154,14 @@ class _Flight:
                 parameter.grad = summed.clone()
             else:
                 parameter.grad.copy_(summed)
+
+
+def show_overflow(engine: Engine) -> None:
+    """Gradients of another rank are not finite: make this rank's ``GradScaler`` see it as well."""
+    for parameter in itertools.chain(*engine.ties.stage_parameters, engine.loss_parameters):
+        if parameter.grad is None:
+            continue
+        grad = own_part(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
+        if grad.numel() > 0:
+            grad[(0,) * grad.dim()] = torch.inf
+            return

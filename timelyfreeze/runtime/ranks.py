@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -119,6 +119,9 @@ class Ranks(Protocol):
     def gather(self, own: Any) -> list[Any]:
         """Everyone's plain value (JSON), by rank. All ranks call it together."""
 
+    def together(self, what: str, step: int) -> Any:
+        """A context, inside ``call``, for other work that all do together: gives what tells everyone's bytes to all."""
+
     def shut(self) -> None:
         """The pipeline is being closed."""
 
@@ -171,6 +174,10 @@ class ThreadRanks:
 
     def gather(self, own: Any) -> list[Any]:
         return [own]
+
+    @contextmanager
+    def together(self, what: str, step: int) -> Iterator[Callable[[bytes], list[bytes]]]:
+        yield lambda own: [own]
 
     def shut(self) -> None:
         pass
