@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from tests.pipelines import costs_of
 from timelyfreeze import FreezeConfig, FreezingPipeline, create_schedule, make_plan
 from timelyfreeze.distributed import load_checkpoint, save_checkpoint
+from timelyfreeze.distributed.ranks import ProcessRanks
 from timelyfreeze.errors import StageError, TransportError
 
 NUM_MICROBATCHES = 6
@@ -268,6 +270,16 @@ def _recover(rank, schedule, frozen, faults):
 # --- making a pipeline ----------------------------------------------------------------------------------------------
 
 
+_making = ProcessRanks.making
+
+
+def late_making(ranks):
+    """Begin to make a pipeline when another rank is known to have failed to."""
+    with ranks._monitor._changed:
+        ranks._monitor._changed.wait_for(lambda: ranks._monitor._failure)
+    return _making(ranks)
+
+
 def fail_to_make(rank, num_ranks):
     """What each rank gets where one of them makes another pipeline, or none; then one that works."""
     group = dist.group.WORLD
@@ -283,6 +295,10 @@ def fail_to_make(rank, num_ranks):
         model = nn.Sequential(Fragile(), Fragile(), Fragile(), Fragile())
         FreezingPipeline(model, 4, 4, loss_fn=F.mse_loss, process_group=group, timeout_s=TIMEOUT_S)
 
+    def heard_of_first():
+        with mock.patch.object(ProcessRanks, "making", late_making if rank == 2 else ProcessRanks.making):
+            outnumbered()
+
     attempts = {
         "seed": lambda: make_pipe(group, seed=rank // 2),
         "schedule": lambda: make_pipe(group, "gpipe" if rank == 1 else "1f1b"),
@@ -291,6 +307,7 @@ def fail_to_make(rank, num_ranks):
         "interrupted factory": lambda: make_with(lambda: _thread.interrupt_main() or time.sleep(0)),
         "arguments of one": lambda: make_pipe(group, timeout_s=-1.0 if rank == 2 else TIMEOUT_S),
         "arguments of all": outnumbered,
+        "arguments of all, late": heard_of_first,
         "names": lambda: make_pipe(group, tied=[["0.linear.weight", "9.linear.weight"]]),
         "patterns": lambda: make_pipe(group, freeze=FreezeConfig(parameter_max_ratio={"nowhere*": 0.5})),
     }

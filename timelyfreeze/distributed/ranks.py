@@ -206,7 +206,8 @@ class ProcessRanks:
         try:
             if self._is_stale:
                 self._renew()
-            self._raise_told(self._monitor.failure)
+            if self._groups is not None:  # while it is made, what is wrong on all ranks is raised as such on each
+                self._raise_told(self._monitor.failure)
             yield
         except DisagreementError:
             raise  # on all ranks alike; nothing is on its way
