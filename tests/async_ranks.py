@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.faulty_ranks import (
-    LOSS_TIMEOUT_S,
-    LOSSES,
     BoomError,
     Fragile,
     batch,
@@ -22,6 +20,7 @@ from tests.faulty_ranks import (
     own_stages,
 )
 from tests.forked_ranks import note
+from tests.lost_ranks import LOSS_TIMEOUT_S, LOSSES
 from tests.parity_ranks import WIDTH, digest, make_stages
 from timelyfreeze import AsyncPipeline
 from timelyfreeze.distributed import load_checkpoint, save_checkpoint

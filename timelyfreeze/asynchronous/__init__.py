@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from timelyfreeze.asynchronous.ledger import DriftLedger, StageDrift
-from timelyfreeze.asynchronous.pipeline import AsyncPipeline, AsyncResult
+from timelyfreeze.asynchronous.pipeline import AsyncPipeline
+from timelyfreeze.asynchronous.results import AsyncResult
 
 __all__ = ["AsyncPipeline", "AsyncResult", "DriftLedger", "StageDrift"]

@@ -61,3 +61,18 @@ def _counters(module: nn.Module) -> Iterator[str]:
         yield "a power iteration, which a second forward would go on with"
     if any(type(hook).__name__ == "SpectralNorm" for hook in module._forward_pre_hooks.values()):
         yield "a power iteration, which a second forward would go on with"
+
+
+def refuse_shared_parameters(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError that names parameters which two stages have."""
+    ids = {id(parameter) for parameter in shared}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in ids]
+    if names:
+        raise ValueError(
+            problem(
+                "parameters in two stages",
+                expected="each in one stage, whose optimizer alone updates it",
+                got=", ".join(names),
+                hint="Split elsewhere, untie them, or use FreezingPipeline.",
+            )
+        )

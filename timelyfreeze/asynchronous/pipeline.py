@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from timelyfreeze.acceleration.switch import AccelerationSwitch
 from timelyfreeze.asynchronous.arguments import check_async_arguments, refuse_in_processes, slices_of
 from timelyfreeze.asynchronous.engine import AsyncEngine, AsyncOptions, MakeScheduler
 from timelyfreeze.asynchronous.freezing import StreamFreezing
-from timelyfreeze.asynchronous.modules import refuse_unfit_modules
+from timelyfreeze.asynchronous.modules import refuse_shared_parameters, refuse_unfit_modules
 from timelyfreeze.asynchronous.ranks import AsyncRanks, make_async_ranks
+from timelyfreeze.asynchronous.results import AsyncResult, join_batch
 from timelyfreeze.asynchronous.state import ResumableAsyncPipeline
 from timelyfreeze.asynchronous.updates import MakeOptimizer
 from timelyfreeze.distributed.messages import DisagreementError
@@ -28,25 +28,9 @@ from timelyfreeze.runtime.engine import Engine
 from timelyfreeze.runtime.microbatch import Microbatch, split_batch
 from timelyfreeze.runtime.partition import known_split_points
 from timelyfreeze.runtime.ranks import Closing, Opening, Ranks, ThreadRanks
-from timelyfreeze.runtime.results import join_losses, step_loss
+from timelyfreeze.runtime.results import step_loss
 from timelyfreeze.runtime.sources import StageSource, own_children, own_device
 from timelyfreeze.schedule import create_schedule
-
-
-@dataclass(frozen=True)
-class AsyncResult:
-    """What a batch gives back.
-
-    Attributes:
-        index: of the batch, counted from 0.
-        loss: mean over its samples, each micro-batch by the weights of its time; detached, 0-dimensional.
-
-    >>> AsyncResult(0, torch.tensor(1.0)).index
-    0
-    """
-
-    index: int
-    loss: torch.Tensor
 
 
 class AsyncPipeline(ResumableAsyncPipeline):
@@ -314,9 +298,9 @@ class AsyncPipeline(ResumableAsyncPipeline):
         slices = self._pending[0]
         with self._calling():
             if len(self._pending) > self._lag or not isinstance(self._ranks, AsyncRanks):
-                loss = self._join(slices, self._async.take_losses(len(slices)))
+                loss = join_batch(slices, self._async.take_losses(len(slices)))
             else:  # of the last batches the gradients are yet to come, and the losses with them
-                own = self._join(slices, self._async.take_losses(len(slices))) if self._async.has_loss else None
+                own = join_batch(slices, self._async.take_losses(len(slices))) if self._async.has_loss else None
                 if own is None:
                     self._async.skip_losses(len(slices))
                 loss = self._ranks.share_loss(own)
@@ -324,11 +308,6 @@ class AsyncPipeline(ResumableAsyncPipeline):
         self._pending.popleft()
         self._num_batches += 1
         return AsyncResult(self._num_batches - 1, loss)
-
-    def _join(self, slices: list[Microbatch], losses: list[tuple[torch.Tensor, Any]]) -> torch.Tensor:
-        num_samples = sum(one.num_samples for one in slices)
-        shares = [one.num_samples / num_samples for one in slices]
-        return join_losses([loss for loss, _ in losses], [count for _, count in losses], shares).mean
 
     def _note_times(self) -> None:
         if self._freezing is not None and self._async is not None:
@@ -392,17 +371,7 @@ class AsyncPipeline(ResumableAsyncPipeline):
 
     def _begin(self, engine: Engine) -> None:
         """The stages are known: each gets its worker and its optimizer."""
-        owners = {id(owner) for owner in engine.ties.owners.values()}
-        if owners:
-            names = [name for name, parameter in self.named_parameters() if id(parameter) in owners]
-            raise ValueError(
-                problem(
-                    "parameters in two stages",
-                    expected="each in one stage, whose optimizer alone updates it",
-                    got=", ".join(names),
-                    hint="Split elsewhere, untie them, or use FreezingPipeline.",
-                )
-            )
+        refuse_shared_parameters(self, engine.ties.owners.values())
         if self._async is not None:
             self._async.close()
         self._ranks.connect(engine)
