@@ -356,16 +356,27 @@ def meet_late(rank, num_ranks):
 
 
 def outlive_a_hang(rank, num_ranks):
-    """Rank 0's stage does not come back from a step in which rank 2 has failed, nor from the next one."""
+    """Rank 0's stage does not come back from a step in which rank 2 then fails, nor before the next one."""
     found = {}
+    store = dist.distributed_c10d._get_default_store()
     release = threading.Event()
+
+    def hold(value):
+        store.set("held", "")
+        release.wait(TIMEOUT_S)
+        return value
+
+    def boom_meanwhile(value):
+        store.wait(["held"])
+        boom(value)
+
     with make_pipe(dist.group.WORLD) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
         losses = train(pipe, optimizer, [0])
         if rank == 0:
-            own_stages(pipe)[0].arm("F", lambda value: (release.wait(TIMEOUT_S), value)[1], count=3)
+            own_stages(pipe)[0].arm("F", hold, count=3)
         if rank == 2:
-            own_stages(pipe)[0].arm("F", boom, count=1)
+            own_stages(pipe)[0].arm("F", boom_meanwhile, count=1)
         found["failed"] = caught(lambda: train(pipe, optimizer, [1]))
         found["still running"] = caught(lambda: train(pipe, optimizer, [1]))
         release.set()
