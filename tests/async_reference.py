@@ -17,19 +17,26 @@ def as_copies(parameters):
 class ReferenceStage:
     """A stage whose forwards get copies of its weights, into which backward finds the newest ones written.
 
-    With ``stash`` the copies stay what they were (PipeDream).
+    With ``stash`` the copies stay what they were (PipeDream). With ``predict`` forward's copies are ahead by the last
+    update for each update that will fall between forward and backward.
     """
 
-    def __init__(self, module, make_optimizer, stash):
+    def __init__(self, module, make_optimizer, stash, predict):
         self.module = copy.deepcopy(module)
         self.parameters = dict(self.module.named_parameters())
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
         self.stash = stash
+        self.predict = predict
+        self.last_update = None
         self.kept = {}
 
-    def forward(self, m, x, live=None):
+    def forward(self, m, x, live=None, ahead=0):
         weights = as_copies(self.parameters)
+        if self.predict and ahead and self.last_update is not None:
+            with torch.no_grad():
+                for weight, change in zip(weights.values(), self.last_update, strict=True):
+                    weight.add_(change, alpha=ahead)
         for parameter, is_live in zip(weights.values(), live if live is not None else (), strict=live is not None):
             parameter.requires_grad_(parameter.requires_grad and bool(is_live))
         x = x.detach().clone().requires_grad_(x.is_floating_point())
@@ -56,18 +63,22 @@ class ReferenceStage:
             for p in self.parameters.values():
                 if p.grad is not None and factor != 1.0:
                     p.grad.mul_(factor)
+            before = as_copies(self.parameters)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.last_update = [p.detach() - before[name].detach() for name, p in self.parameters.items()]
 
 
-def train_asynchronously(stages, make_optimizer, loss_fn, slices, accumulation, *, stash=False, masks=None):
+def train_asynchronously(
+    stages, make_optimizer, loss_fn, slices, accumulation, *, stash=False, predict=False, masks=None
+):
     """The stages' parameters and the losses after a whole stream.
 
     Args:
         slices: ``(x, y)`` a micro-batch.
         masks: for every micro-batch, which parameters of every stage train; None: all.
     """
-    own = [ReferenceStage(stage, make_optimizer, stash) for stage in stages]
+    own = [ReferenceStage(stage, make_optimizer, stash, predict) for stage in stages]
     num = len(own)
     orders = [list(stream_order(num, s, len(slices), accumulation)) for s in range(num)]
     outputs, gradients, losses = {}, {}, {}
@@ -80,7 +91,10 @@ def train_asynchronously(stages, make_optimizer, loss_fn, slices, accumulation, 
                     if s and (s - 1, m) not in outputs:
                         break
                     x = slices[m][0] if s == 0 else outputs.pop((s - 1, m))
-                    y = stage.forward(m, x, None if masks is None else masks[m][s])
+                    before = [kind for _, kind, _ in orders[s][: done[s]]].count("U")
+                    until = orders[s].index((s, "B", m))
+                    ahead = [kind for _, kind, _ in orders[s][:until]].count("U") - before
+                    y = stage.forward(m, x, None if masks is None else masks[m][s], ahead)
                     if s + 1 < num:
                         outputs[s, m] = y
                     else:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.async_reference import train_asynchronously
-from timelyfreeze import AsyncPipeline
+from timelyfreeze import AsyncPipeline, StageError
 from timelyfreeze.runtime import Microbatch
 
 WIDTH = 6
@@ -65,6 +65,51 @@ def test_weights_and_losses_equal_the_reference(num_stages, accumulation, optimi
     assert_equal(stages, expected)
     torch.testing.assert_close(torch.stack(got), torch.stack(losses).view(4, 4).mean(1), rtol=0, atol=1e-14)
     assert ledger.num_weight_copies == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_predicted_weights_equal_the_reference(num_stages, accumulation):
+    stages, batches = make_stages(num_stages), make_batches()
+    slices = slices_of(batches, 4)
+    expected, _ = train_asynchronously(stages, adamw, F.mse_loss, slices, accumulation, predict=True)
+    plain, _ = train_asynchronously(stages, adamw, F.mse_loss, slices, accumulation)
+    _, ledger = run(stages, batches, accumulation=accumulation, predict_weights=True)
+    assert_equal(stages, expected)
+    assert not torch.equal(plain[0][0].weight, expected[0][0].weight)
+    assert ledger.num_weight_copies == 2 * (num_stages - 1)
+
+
+def test_a_failing_forward_leaves_the_weights_of_the_last_update():
+    seen = {}
+
+    class Failing(nn.Linear):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            if self.num_calls == 6:
+                seen["in forward"] = self.weight.detach().clone()
+                raise RuntimeError("boom")
+            return super().forward(x)
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            seen[id(self)] = self.param_groups[0]["params"][0].detach().clone()
+
+    torch.manual_seed(0)
+    failing = Failing(WIDTH, WIDTH, dtype=torch.float64)
+    stages = [failing, nn.Linear(WIDTH, WIDTH, dtype=torch.float64)]
+    options = {"num_microbatches": 4, "loss_fn": F.mse_loss, "accelerate": False}
+    with AsyncPipeline(
+        stages, optimizer=lambda p: Recording(p, lr=0.3), accumulation=1, predict_weights=True, **options
+    ) as pipe:
+        with pytest.raises(StageError, match="boom"):
+            list(pipe.run(make_batches()))
+        updated = seen[id(pipe.optimizers[0])]
+    assert torch.equal(failing.weight, updated)
+    assert not torch.equal(seen["in forward"], updated)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -268,6 +268,8 @@ def test_ctrl_c_twice_stops_at_once(text: Path, tmp_path: Path) -> None:
         (("--schedule", "gpipe", "--memory", "recompute"), "--memory needs a schedule without a flush: expected"),
         (("--schedule", "pasta"), "unknown schedule: expected one of gpipe, 1f1b,"),
         (("--schedule", "pasta"), "paci, pipedream, got 'pasta'"),
+        (("--schedule", "pipedream", "--predict-weights"), "--predict-weights does not go with --schedule pipedream"),
+        (("--schedule", "1f1b", "--predict-weights"), "--predict-weights needs a schedule without a flush"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_by_name(

@@ -120,6 +120,7 @@ class AsyncPipeline:
         accumulation: int,
         stash: bool,
         recompute: bool,
+        predict: bool,
         seed: int,
     ) -> None: ...
     num_microbatches: int

@@ -214,16 +214,18 @@ void bind_async(py::module_& m) {
   py::class_<AsyncPipeline>(m, "AsyncPipeline")
       .def(py::init([](std::vector<std::shared_ptr<Stage>> stages, const std::vector<std::string>& devices,
                        py::object loss_fn, std::vector<py::object> updates, std::vector<py::object> batch_ends,
-                       py::object loss_scale, int64_t accumulation, bool stash, bool recompute, uint64_t seed) {
+                       py::object loss_scale, int64_t accumulation, bool stash, bool recompute, bool predict,
+                       uint64_t seed) {
              std::vector<c10::Device> parsed;
              for (const auto& device : devices) parsed.emplace_back(device);
              return std::make_unique<AsyncPipeline>(
                  std::move(stages), parsed,
                  AsyncCalls{std::move(loss_fn), std::move(updates), std::move(batch_ends), std::move(loss_scale)},
-                 AsyncOptions{accumulation, stash, recompute, seed});
+                 AsyncOptions{accumulation, stash, recompute, predict, seed});
            }),
            py::arg("stages"), py::arg("devices"), py::arg("loss_fn"), py::arg("updates"), py::arg("batch_ends"),
-           py::arg("loss_scale"), py::arg("accumulation"), py::arg("stash"), py::arg("recompute"), py::arg("seed"))
+           py::arg("loss_scale"), py::arg("accumulation"), py::arg("stash"), py::arg("recompute"), py::arg("predict"),
+           py::arg("seed"))
       .def("work", &AsyncPipeline::work, py::arg("index"))
       .def("push", &push_batch, py::arg("microbatches"), py::arg("masks") = py::none())
       .def("wait_for_losses", &AsyncPipeline::wait_for_losses, py::arg("count"), py::arg("timeout_s"))

@@ -70,6 +70,12 @@ bool AsyncStream::trains(int32_t stage, const uint8_t* live) const {
   return false;
 }
 
+// How many updates will fall between a micro-batch's forward, which is next, and its backward: the order is fixed.
+int64_t AsyncStream::num_updates_ahead(int32_t stage, int64_t m) const {
+  const int64_t num_backwards = std::max<int64_t>(m - most_outstanding(stage) + 1, 0);
+  return m / options_.accumulation - num_backwards / options_.accumulation;
+}
+
 AsyncStream::Message AsyncStream::take_message(int32_t stage, int64_t m) {
   auto& inbox = runs_[static_cast<size_t>(stage)].inbox;
   if (stage > 0 && is_local(stage - 1)) return std::move(inbox[static_cast<size_t>(m) % inbox.size()]);
@@ -125,7 +131,11 @@ void AsyncStream::forward(int32_t stage, int64_t m) {
   const py::gil_scoped_acquire gil;
   const bool loss_inside = is_last(stage) && calls_.loss_fn.is_none();
   const py::object target = is_last(stage) ? *own.ticket.target : py::none();
-  py::object output = stages_[static_cast<size_t>(stage)]->call(input, loss_inside ? target : py::none());
+  py::object output;
+  {
+    const WeightPrediction::Guard ahead(runs_[static_cast<size_t>(stage)].prediction, num_updates_ahead(stage, m));
+    output = stages_[static_cast<size_t>(stage)]->call(input, loss_inside ? target : py::none());
+  }
   input = Value();  // here, where the interpreter lock is held: its tensors have Python objects now
   if (!is_last(stage)) {
     Value value = stages_[static_cast<size_t>(stage)]->take_apart(output);
@@ -305,8 +315,16 @@ void AsyncStream::update(int32_t stage, int64_t m, int64_t num_outstanding) {
       slot(stage, m + num_outstanding).updates_at_forward == ledger_.num_updates(stage)) {
     stash_weights(stage);
   }
-  const py::gil_scoped_acquire gil;
-  ledger_.count_update(stage, call(window.factor()).cast<bool>());
+  const bool predicts = options_.predict && most_outstanding(stage) > 1;
+  if (predicts) {
+    const int64_t num_copies = run.prediction.before_update(stages_[static_cast<size_t>(stage)]->parameters());
+    for (int64_t i = 0; i < num_copies; ++i) ledger_.count_copy();
+  }
+  {
+    const py::gil_scoped_acquire gil;
+    ledger_.count_update(stage, call(window.factor()).cast<bool>());
+  }
+  if (predicts) run.prediction.after_update();
 }
 
 // The memory that forward saw stays the stash's, and the parameters go on in a copy.

@@ -22,6 +22,7 @@
 #include "runtime/norm_board.h"
 #include "runtime/python_ref.h"
 #include "runtime/stage.h"
+#include "runtime/weight_prediction.h"
 
 namespace timelyfreeze {
 
@@ -29,6 +30,7 @@ struct AsyncOptions {
   int64_t accumulation = 1;  // backwards of a stage between two of its updates
   bool stash = false;        // a backward gets the weights that its forward had (PipeDream)
   bool recompute = false;    // keep the stages' inputs only, and run forward again before backward
+  bool predict = false;      // a forward sees the weights that its backward is expected to find
   uint64_t seed = 0;
 };
 
@@ -167,6 +169,7 @@ class AsyncStream {
     std::vector<Slot> slots;
     Window window;
     std::map<int64_t, std::vector<at::Tensor>> stashes;  // by how many updates had been made
+    WeightPrediction prediction;
   };
   enum class Coming { here, never, cancelled };
 
@@ -176,6 +179,7 @@ class AsyncStream {
   [[nodiscard]] bool is_local(int32_t stage) const { return stages_[static_cast<size_t>(stage)] != nullptr; }
   Slot& slot(int32_t stage, int64_t m);
   bool trains(int32_t stage, const uint8_t* live) const;
+  [[nodiscard]] int64_t num_updates_ahead(int32_t stage, int64_t m) const;
 
   // Doorbells: see Execution.
   void ring(int32_t stage);

@@ -49,6 +49,14 @@ def check_async_arguments(
     raise_all(ValueError, problems)
 
 
+def refuse_prediction(predict_weights: bool, schedule: str) -> None:
+    """Raise ValueError where forward's weights are kept for backward: there is nothing to predict."""
+    if predict_weights and schedule != "paci":
+        raise ValueError(
+            problem("predict_weights", expected='schedule="paci"', got=repr(schedule), hint="Leave one of them out.")
+        )
+
+
 def refuse_in_processes(**arguments: object) -> None:
     """Raise ValueError naming those that are not None: they work where ranks are threads of one process."""
     problems = [

@@ -32,6 +32,7 @@ class AsyncOptions:
     lr_scheduler: MakeScheduler | None
     stashes: bool
     recomputes: bool
+    predicts: bool
     seed: int
     timeout_s: float
     check_finite: bool
@@ -82,6 +83,7 @@ class AsyncEngine:
             options.accumulation,
             options.stashes,
             options.recomputes,
+            options.predicts,
             options.seed,
         )
         local = [stage for stage, module in enumerate(engine.stages) if module is not None]

@@ -43,7 +43,7 @@ class DriftLedger:
 
     Attributes:
         stages: in order.
-        num_weight_copies: of one stage's weights each; schedule "paci" makes none.
+        num_weight_copies: of one stage's weights each; schedule "paci" makes none, unless it predicts weights.
     """
 
     stages: list[StageDrift]

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from timelyfreeze.acceleration.switch import AccelerationSwitch
-from timelyfreeze.asynchronous.arguments import check_async_arguments, refuse_in_processes, slices_of
+from timelyfreeze.asynchronous.arguments import (
+    check_async_arguments,
+    refuse_in_processes,
+    refuse_prediction,
+    slices_of,
+)
 from timelyfreeze.asynchronous.engine import AsyncEngine, AsyncOptions, MakeScheduler
 from timelyfreeze.asynchronous.freezing import StreamFreezing
 from timelyfreeze.asynchronous.modules import refuse_shared_parameters, refuse_unfit_modules
@@ -63,6 +68,9 @@ class AsyncPipeline(ResumableAsyncPipeline):
         schedule: "paci", or "pipedream": backward gets the weights that its forward had, of which copies are kept.
         memory: "keep" what autograd saves of up to N-s micro-batches, or "recompute" it from the stages' inputs, by the
             weights and with the random numbers that backward finds and forward drew.
+        predict_weights: forward sees the weights that its backward is expected to find: those of now, plus the last
+            update for each that will fall between the two (SpecTrain, arXiv 1809.02839). Takes two copies of the
+            weights of every stage but the last, and a pass over them for each micro-batch with drift.
         seed: dropout draws from (seed, micro-batch, stage).
         timeout_s: the longest that a batch may take.
         check_finite: leave out updates whose gradients are not finite; they are counted.
@@ -106,6 +114,7 @@ class AsyncPipeline(ResumableAsyncPipeline):
         process_group: Any = None,
         schedule: str = "paci",
         memory: str = "keep",
+        predict_weights: bool = False,
         seed: int = 0,
         timeout_s: float = 600.0,
         check_finite: bool = True,
@@ -125,6 +134,7 @@ class AsyncPipeline(ResumableAsyncPipeline):
                 num_stages = source.num_children if source.gives_stages else num_ranks
             check_arguments(source, num_stages, num_microbatches, timeout_s, seed, loss_fn, None)
             check_async_arguments(optimizer, accumulation, schedule, memory, max_skipped, max_grad_norm, grad_scaler)
+            refuse_prediction(predict_weights, schedule)
             if ranks is not None:
                 refuse_in_processes(freeze=freeze, grad_scaler=grad_scaler)
             self.num_stages = num_stages
@@ -136,6 +146,7 @@ class AsyncPipeline(ResumableAsyncPipeline):
                 lr_scheduler=lr_scheduler,
                 stashes=schedule == "pipedream",
                 recomputes=memory == "recompute",
+                predicts=predict_weights,
                 seed=seed,
                 timeout_s=timeout_s,
                 check_finite=check_finite,
@@ -153,7 +164,7 @@ class AsyncPipeline(ResumableAsyncPipeline):
             points = known_split_points(split_points, source.num_children, num_stages, source.gives_stages)
             self._assemble(source, ranks, fitted, points, freeze, is_model=stages is None, accelerate=accelerate)
             if ranks is not None:
-                same = [num_microbatches, accumulation, schedule, memory, check_finite, max_grad_norm]
+                same = [num_microbatches, accumulation, schedule, memory, predict_weights, check_finite, max_grad_norm]
                 ranks.tie_none(source.tied_names(), self.model, same)
 
     def _assemble(

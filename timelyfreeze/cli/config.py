@@ -100,6 +100,7 @@ class TrainConfig:
     schedule: str = "1f1b"
     accumulation: int | None = None
     memory: str = MEMORIES[0]
+    predict_weights: bool = False
     data_parallel: int = 1
     steps: int = 220
     learning_rate: float = 7e-4
@@ -238,6 +239,7 @@ class TrainConfig:
         """Options of schedules without a flush where there is none, and what such a schedule cannot do."""
         if not self.is_stream:
             given = {"accumulation": self.accumulation is not None, "memory": self.memory != MEMORIES[0]}
+            given["predict_weights"] = self.predict_weights
             return [
                 problem(
                     f"{option(name)} needs a schedule without a flush",
@@ -250,6 +252,8 @@ class TrainConfig:
             ]
         if self.tied and self.stages > 1:
             return [unfit("tied", self.schedule, "where no two stages may share a parameter")]
+        if self.predict_weights and self.schedule != STREAM_SCHEDULES[0]:
+            return [unfit("predict_weights", self.schedule, "where backward goes by what its forward saw")]
         return []
 
     @property

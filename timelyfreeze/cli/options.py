@@ -109,6 +109,11 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         f"with {streams}: keep what backward needs, or recompute it from the stages' inputs",
         choices=MEMORIES,
     )
+    group.add_argument(
+        "--predict-weights",
+        action="store_true",
+        help=f"with {STREAM_SCHEDULES[0]}: forward by the weights that its backward is expected to find, in two copies",
+    )
     _add(group, "data_parallel", int, "under torchrun: replicas of the pipeline, each with micro-batches of its own")
     _add(group, "device", str, "auto takes all GPUs, else the CPU", choices=DEVICES)
     _add(group, "dtype", str, "bfloat16 trains under autocast", choices=DTYPES)

@@ -254,7 +254,7 @@ def option_errors(doing: str) -> Iterator[None]:
         with user_errors(doing):
             yield
     except CommandError as error:
-        text = re.sub(r"\b(" + "|".join(_TYPED_AS) + r")\b", lambda match: _TYPED_AS[match[0]], str(error))
+        text = re.sub(r"(?<![\w-])(" + "|".join(_TYPED_AS) + r")\b", lambda match: _TYPED_AS[match[0]], str(error))
         raise CommandError(text) from error
 
 

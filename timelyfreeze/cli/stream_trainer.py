@@ -88,6 +88,7 @@ class StreamTrainer(ModelTrainer):
             split_points=split,
             schedule=config.schedule,
             memory=config.memory,
+            predict_weights=config.predict_weights,
             seed=config.seed,
             max_grad_norm=CLIP_NORM,
         )
