@@ -30,7 +30,7 @@ from timelyfreeze.runtime.clipping import Clipping
 from timelyfreeze.runtime.engine import Engine, EngineStep
 from timelyfreeze.runtime.microbatch import Microbatch, take_batch
 from timelyfreeze.runtime.partition import known_split_points
-from timelyfreeze.runtime.ranks import Closing, Opening, Ranks, ThreadRanks
+from timelyfreeze.runtime.ranks import Closing, Exchange, Opening, Ranks, ThreadRanks
 from timelyfreeze.runtime.results import StepResult, join_outputs, scale_of, send_input_gradients, step_loss
 from timelyfreeze.runtime.scaling import note_overflow
 from timelyfreeze.runtime.sources import StageSource, own_children, own_device
@@ -363,7 +363,7 @@ class FreezingPipeline(ResumablePipeline):
             return self._ranks.gather(value)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[Callable[[bytes], list[bytes]]]:
+    def together(self, what: str) -> Iterator[Exchange]:
         """A call like ``step`` around ``what`` all ranks do together; gives what tells everyone's bytes to all."""
         with self._calling(self._step_index), self._ranks.together(what, self._step_index) as exchange:
             yield exchange

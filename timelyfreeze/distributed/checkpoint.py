@@ -107,6 +107,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank. Where the checkpoint does not fit, or lacks files, it names every fault, and
             model, optimizer and pipeline are unchanged. Where reading fails after that, it says that they are not.
+        TransportError: as for ``save_checkpoint``.
 
     Example::
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from timelyfreeze.errors import TimelyFreezeError
+from timelyfreeze.runtime.ranks import Exchange
 
 T = TypeVar("T")
-Exchange = Callable[[bytes], list[bytes]]
 
 
 class CheckpointError(TimelyFreezeError):
@@ -34,16 +34,19 @@ class Ranks:
 
     Args:
         group: a ``torch.distributed`` group; None: this process alone, whether or not torch.distributed is in use.
-        exchange: everyone's bytes, by rank in ``group``, instead of that group's collectives. It ends where a rank is
-            lost or stopped, so that KeyboardInterrupt and its like need not be sent as an answer.
+        exchange: a pipeline's, instead of a group. It ends where a rank is lost or stopped, so that KeyboardInterrupt
+            and its like need not be sent as an answer.
     """
 
     def __init__(self, group: Any = None, exchange: Exchange | None = None) -> None:
         self._group = group
         self._exchange = exchange
         self._answered = BaseException if exchange is None else Exception
-        self.rank: int = 0 if group is None else dist.get_rank(group)
-        self.size: int = 1 if group is None else dist.get_world_size(group)
+        self.rank, self.size = 0, 1
+        if exchange is not None:
+            self.rank, self.size = exchange.rank, exchange.num_ranks
+        elif group is not None:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def share(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank; each gets all results (plain data), by rank.
@@ -74,11 +77,11 @@ class Ranks:
             return None, error
 
     def _gather(self, value: T) -> list[T]:
-        if self._group is None:
+        if self.size == 1:
             return [value]
         if self._exchange is not None:
             own = zlib.compress(pickle.dumps(value), level=1)  # plans of what to write where, many of them much alike
-            return [pickle.loads(zlib.decompress(one)) for one in self._exchange(own)]
+            return [pickle.loads(zlib.decompress(one)) for one in self._exchange.tell(own)]
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
@@ -98,7 +101,7 @@ def ranks_of(pipe: Any, call: str) -> Iterator[Ranks]:
     alike: CheckpointError | None = None
     with together(call) as exchange:
         try:
-            yield Ranks(pipe.process_group, exchange)
+            yield Ranks(exchange=exchange)
         except CheckpointError as error:  # on all ranks, and nothing is on its way: no failure of the pipeline's
             alike = error
     if alike is not None:

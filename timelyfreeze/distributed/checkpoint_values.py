@@ -21,7 +21,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Pa
 class CheckpointedPipeline(Protocol):
     """What is asked of a pipeline: entries of this rank's own stages, under the whole model's names.
 
-    A name may be on several ranks (tied parameters), with the same values.
+    A name may be on several ranks (tied parameters), with the same values. Where it has ``together``, as
+    ``FreezingPipeline`` has, that is how its ranks talk, and a rank that is lost ends it; else the group's collectives.
     """
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from timelyfreeze.distributed.sharding import ShardedStages
 from timelyfreeze.distributed.ties import RemoteTies
 from timelyfreeze.errors import StageError, problem
 from timelyfreeze.runtime.engine import Engine
-from timelyfreeze.runtime.ranks import Closing, Flags, Opening
+from timelyfreeze.runtime.ranks import Closing, Exchange, Flags, Opening
 from timelyfreeze.runtime.values import encode, spec_from_bytes
 from timelyfreeze.schedule import Schedule
 
@@ -285,11 +285,11 @@ class ProcessRanks:
         return self._gather(own)
 
     @contextmanager
-    def together(self, what: str, step: int) -> Iterator[Callable[[bytes], list[bytes]]]:
+    def together(self, what: str, step: int) -> Iterator[Exchange]:
         self._in_call = what
         check_same_call([one["call"] for one in self._gather({"call": what, "step": step})])
         self._works_alone = True
-        yield self._exchange
+        yield Exchange(self._place.own_member, len(self._place.members), self._exchange)
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         return self._ties is not None and self._ties.is_copy(parameter)

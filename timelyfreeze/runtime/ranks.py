@@ -20,6 +20,20 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Tells everyone's bytes to all processes of a pipeline, which make the same calls of it.
+
+    Attributes:
+        rank, num_ranks: of this process among them.
+        tell: gives what each told, by rank.
+    """
+
+    rank: int
+    num_ranks: int
+    tell: Callable[[bytes], list[bytes]]
+
+
+@dataclass(frozen=True)
 class Opening:
     """What a rank brings to a step, and, once merged, what all of them know.
 
@@ -120,7 +134,7 @@ class Ranks(Protocol):
         """Everyone's plain value (JSON), by rank. All ranks call it together."""
 
     def together(self, what: str, step: int) -> Any:
-        """A context, inside ``call``, for other work that all do together: gives what tells everyone's bytes to all."""
+        """A context, inside ``call``, for other work that all do together: gives an ``Exchange``."""
 
     def shut(self) -> None:
         """The pipeline is being closed."""
@@ -176,8 +190,8 @@ class ThreadRanks:
         return [own]
 
     @contextmanager
-    def together(self, what: str, step: int) -> Iterator[Callable[[bytes], list[bytes]]]:
-        yield lambda own: [own]
+    def together(self, what: str, step: int) -> Iterator[Exchange]:
+        yield Exchange(0, 1, lambda own: [own])
 
     def shut(self) -> None:
         pass
