@@ -173,7 +173,7 @@ def test_many_updates_that_are_not_finite_end_the_run():
         assert len(list(pipe.run(make_batches(2)))) == 2
 
 
-def test_the_whole_models_norm_clips_updates_later():
+def test_clipping_goes_by_own_norms_and_the_shares_of_before():
     def build(max_grad_norm):
         stages = make_stages(2)
         seen = []
@@ -193,9 +193,13 @@ def test_the_whole_models_norm_clips_updates_later():
     plain, clipped = build(None), build(1e-3)
     lag = 2
     for own, other, scaled in zip(plain, reversed(plain), clipped, strict=True):
-        total = (own[lag:].square() + other[:-lag].square()).sqrt()  # the other stage's norm comes late
-        expected = own * torch.cat([1e-3 / own[:lag], 1e-3 / total])
-        torch.testing.assert_close(scaled, expected, rtol=1e-3, atol=0.0)
+        # The model's norm is so many times as large as the stage's own: at first as if both were alike.
+        known = [own[: j + 1 - lag].norm() for j in range(lag, len(own))]
+        both = [
+            (own[: j + 1 - lag].square() + other[: j + 1 - lag].square()).sum().sqrt() for j in range(lag, len(own))
+        ]
+        ratios = torch.stack([torch.tensor(2.0).sqrt()] * lag + [x / y for x, y in zip(both, known, strict=True)])
+        torch.testing.assert_close(scaled, 1e-3 / ratios, rtol=1e-3, atol=0.0)
 
 
 def test_training_goes_on_exactly_from_a_saved_state():

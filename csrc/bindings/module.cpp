@@ -192,7 +192,7 @@ std::optional<PyPlace> as_tuple(const std::optional<AsyncPlace>& place) {
 
 void bind_norm_board(py::module_& m) {
   py::class_<NormBoard, std::shared_ptr<NormBoard>>(m, "NormBoard")
-      .def(py::init<int64_t>(), py::arg("num_stages"))
+      .def(py::init<int64_t, int64_t>(), py::arg("num_stages"), py::arg("capacity"))
       .def("add", &NormBoard::add, py::arg("stage"), py::arg("square"))
       .def("count", &NormBoard::count, py::arg("stage"))
       .def("squares", &NormBoard::squares, py::arg("stage"))

@@ -16,7 +16,9 @@ namespace timelyfreeze {
 // Used by the stage's worker, and by the caller while nothing runs.
 class NormBoard {
  public:
-  explicit NormBoard(int64_t num_stages) : stages_(static_cast<size_t>(num_stages)) {}
+  // `capacity`: how many squares of a stage are kept.
+  NormBoard(int64_t num_stages, int64_t capacity)
+      : stages_(static_cast<size_t>(num_stages)), capacity_(static_cast<size_t>(capacity)) {}
 
   [[nodiscard]] size_t num_notes() const { return 2 * stages_.size(); }
 
@@ -24,8 +26,7 @@ class NormBoard {
     Row& row = stages_.at(static_cast<size_t>(stage));
     row.squares.push_back(square);
     ++row.count;
-    // Stages are at most as many updates apart as there are stages, and the slowest looks as far back again.
-    if (row.squares.size() > 2 * stages_.size() + 2) row.squares.pop_front();
+    if (row.squares.size() > capacity_) row.squares.pop_front();
   }
 
   // All that is known of a stage: how many there were, and the last of them.
@@ -68,6 +69,7 @@ class NormBoard {
     std::deque<double> squares;
   };
   std::vector<Row> stages_;
+  const size_t capacity_;
 };
 
 }  // namespace timelyfreeze

@@ -75,9 +75,9 @@ class AsyncPipeline(ResumableAsyncPipeline):
         timeout_s: the longest that a batch may take.
         check_finite: leave out updates whose gradients are not finite; they are counted.
         max_skipped: so many left out in a row end the run with a StageError.
-        max_grad_norm: clips by the whole model's gradient norm: a stage's own now, the others' as they were
-            ``ceil((N-1)/accumulation) + 1`` updates before, which is known without waiting. A stage's first updates go
-            by its own norm. None: no clipping.
+        max_grad_norm: clips by the whole model's gradient norm, without waiting for it: a stage takes its own norm of
+            now times what the model's was to it over 32 updates, the last of them ``ceil((N-1)/accumulation) + 1``
+            before. Its first updates go by equal shares. None: no clipping.
         grad_scaler: scales losses for float16 by its rule, as many updates late; the pipeline works it, and it shows
             the scale when drained. Updates that overflow are left out where they do, and at scales above 1 they do not
             count towards ``max_skipped``.

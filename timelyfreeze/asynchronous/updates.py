@@ -110,8 +110,7 @@ class StageUpdate:
 
 
 class Clip:
-    """Scales a stage's gradients so that the whole model's norm, of which the other stages' part is ``norms.lag``
-    updates old, is at most ``max_norm``."""
+    """Scales a stage's gradients so that the whole model's norm, as ``norms`` knows it, is at most ``max_norm``."""
 
     def __init__(self, norms: DelayedNorm | RemoteNorm, stage: int, max_norm: float) -> None:
         self._norms = norms
@@ -120,10 +119,9 @@ class Clip:
 
     def __call__(self, grads: list[torch.Tensor]) -> None:
         norm = self._norms.exchange(self._stage, square_norm(grads))
-        if grads:
-            scale = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for grad in grads:
-                grad.mul_(scale.to(grad.device, grad.dtype))
+        scale = self._max_norm / (norm + 1e-6)
+        if grads and scale < 1.0:
+            torch._foreach_mul_(grads, scale)
 
 
 def all_finite(grads: list[torch.Tensor]) -> bool:
@@ -142,13 +140,12 @@ def all_finite(grads: list[torch.Tensor]) -> bool:
     return all(bool(grad.isfinite().all()) for grad in grads)  # finite values may add up to what is not
 
 
-def square_norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares, float64 on the CPU.
+def square_norm(grads: list[torch.Tensor]) -> float:
+    """The sum of the squares; one host synchronisation.
 
-    >>> round(float(square_norm([torch.ones(2), torch.full((1,), 2.0)])), 3)
+    >>> round(square_norm([torch.ones(2), torch.full((1,), 2.0)]), 3)
     6.0
     """
-    total = torch.zeros((), dtype=torch.float64)
-    for norm in torch._foreach_norm(grads) if grads else ():
-        total += norm.double().cpu().square()
-    return total
+    if not grads:
+        return 0.0
+    return float(torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).square().sum())
