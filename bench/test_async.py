@@ -22,7 +22,7 @@ from timelyfreeze.runtime.memory import count_saved_bytes
 NUM_STAGES = 2
 NUM_BATCHES = 12  # a measured round
 
-NUM_PROCESSES = 5  # a side, whose peak memory is looked at
+NUM_PROCESSES = 3  # a side, whose peak memory is looked at
 
 
 def workload(num_microbatches: int) -> Workload:
@@ -131,8 +131,7 @@ def peak_bytes(side: type[Flush] | type[Stream]) -> int:
     )
     training = side(work)
     with training.pipe:
-        for _ in range(2):
-            training.round()
+        training.round()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
