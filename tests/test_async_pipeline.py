@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import os
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,3 +288,21 @@ def test_a_sequential_is_split_by_its_first_batch():
         assert len(list(pipe.run(make_batches(2)))) == 2
         assert len(pipe.optimizers) == 2
         assert len(pipe.report()["split_points"]) == 1
+
+
+@pytest.mark.long
+def test_ten_thousand_microbatches_leave_memory_threads_and_descriptors_flat():
+    def resident_mib():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    batches = make_batches(1)
+    with make_pipe(make_stages(3), accumulation=3, max_grad_norm=1.0) as pipe:
+        for _ in pipe.run(batches * 250, drain=False):
+            pass
+        before = resident_mib(), threading.active_count(), len(os.listdir("/proc/self/fd"))
+        for _ in pipe.run(batches * 2500):
+            pass
+        after = resident_mib(), threading.active_count(), len(os.listdir("/proc/self/fd"))
+    assert pipe.report()["batches"] == 2750
+    assert after[1:] == before[1:]
+    assert after[0] < before[0] + 4.0
